@@ -1,0 +1,1 @@
+"""The `planner` command: one file per verb."""

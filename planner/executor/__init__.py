@@ -1,0 +1,1 @@
+"""Applies a plan under torchrun."""

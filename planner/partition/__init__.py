@@ -1,0 +1,1 @@
+"""Which layers make a stage."""

@@ -1,0 +1,1 @@
+"""Which layout wins, and the proof."""

@@ -1,0 +1,51 @@
+"""Documents that pass between people, services and ranks: profile, cluster, job, layout, plan, measured run."""
+
+from planner.spec.cluster import Cluster, DeviceSpec, Link, LinkMeasurement, NodeGroup
+from planner.spec.document import Document, canonical_json, digest, parse, read, read_data
+from planner.spec.job import Job
+from planner.spec.layout import Layout, PredictionLayout
+from planner.spec.measured import MeasuredRun
+from planner.spec.plan import Forecast, Infeasible, Options, Plan, PlanRequest, Prediction
+from planner.spec.profile import LayerProfile, Measurement, ModelProfile
+
+SCHEMAS: dict[str, type[Document]] = {
+    "profile": ModelProfile,
+    "cluster": Cluster,
+    "job": Job,
+    "layout": PredictionLayout,
+    "plan": Plan,
+    "infeasible": Infeasible,
+    "forecast": Forecast,
+    "measured": MeasuredRun,
+    "options": Options,
+    "link": Link,
+}
+"""Documents that `planner schema NAME` prints."""
+
+__all__ = [
+    "SCHEMAS",
+    "Cluster",
+    "DeviceSpec",
+    "Document",
+    "Forecast",
+    "Infeasible",
+    "Job",
+    "LayerProfile",
+    "Layout",
+    "Link",
+    "LinkMeasurement",
+    "MeasuredRun",
+    "Measurement",
+    "ModelProfile",
+    "NodeGroup",
+    "Options",
+    "Plan",
+    "PlanRequest",
+    "Prediction",
+    "PredictionLayout",
+    "canonical_json",
+    "digest",
+    "parse",
+    "read",
+    "read_data",
+]

@@ -1,0 +1,168 @@
+"""Reading documents: JSON for machines, YAML or TOML for people; every mistake named with its field and mend."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import tomllib
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from planner.errors import DocumentError, Problem
+
+DocumentType = TypeVar("DocumentType", bound="Document")
+
+
+class Document(BaseModel):
+    """Base of every document: immutable, and an unknown field is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True)
+
+
+def canonical_json(value: Any) -> str:
+    """The one JSON text of a value: sorted keys, no white space, no NaN (in the spirit of RFC 8785)."""
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json", by_alias=True)
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+
+
+def digest(value: Any) -> str:
+    """sha256 of the canonical JSON, as lower-case hex."""
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+
+
+def parse(kind: type[DocumentType], data: Any, *, where: str = "") -> DocumentType:
+    """Check plain data against a document type.
+
+    Raises:
+        DocumentError: one `Problem` per wrong field, each with its path, value and mend.
+    """
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        problems = problems_of(error, kind, prefix=where)
+        raise DocumentError("", problems=problems) from None
+
+
+def read(kind: type[DocumentType], path: str | Path) -> DocumentType:
+    """Read a document of this type from a ``.json``, ``.yaml``, ``.yml`` or ``.toml`` file (``-``: JSON on stdin)."""
+    return parse(kind, read_data(path), where=str(path))
+
+
+def read_data(path: str | Path) -> Any:
+    """Plain data of a file.
+
+    Raises:
+        DocumentError: the file is missing, not text, or not in the format that its name ends with.
+    """
+    path = Path(path)
+    text = _read_text(path)
+    try:
+        if path.suffix in (".yaml", ".yml"):
+            return _parse_yaml(text)
+        if path.suffix == ".toml":
+            return tomllib.loads(text)
+        return json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        form = {".toml": "TOML", ".yaml": "YAML", ".yml": "YAML"}.get(path.suffix, "JSON")
+        raise DocumentError(
+            f"is not valid {form}: {error}.", field=str(path), mend=f"write the file as {form}, or restore it."
+        ) from None
+
+
+def _read_text(path: Path) -> str:
+    try:
+        if str(path) == "-":
+            import sys
+
+            return sys.stdin.read()
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise DocumentError("there is no such file.", field=str(path), mend="check the path.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DocumentError(f"cannot be read: {error}.", field=str(path), mend="give a readable text file.") from None
+
+
+def _parse_yaml(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def problems_of(error: ValidationError, kind: type[BaseModel], *, prefix: str = "") -> tuple[Problem, ...]:
+    """One `Problem` per mistake that pydantic found."""
+    return tuple(_problem(details, kind, prefix) for details in error.errors(include_url=False))
+
+
+def _problem(details: Any, kind: type[BaseModel], prefix: str) -> Problem:
+    field = ": ".join(part for part in (prefix, path_of(details["loc"])) if part)
+    value = _short(details.get("input"))
+    if details["type"] == "extra_forbidden":
+        known = _fields_at(kind, details["loc"][:-1])
+        mend = f"remove it, or use one of: {', '.join(known)}." if known else "remove it."
+        return Problem(field, f"unknown field (value {value}).", mend)
+    if details["type"] == "missing":
+        return Problem(field, "the field is missing.", "add it.")
+    message = details["msg"].removeprefix("Value error, ").rstrip(".")
+    return Problem(field, f"{message}, got {value}.", _mend(details))
+
+
+def _mend(details: Any) -> str:
+    context = details.get("ctx", {})
+    for key, words in (("ge", "at least"), ("gt", "more than"), ("le", "at most"), ("lt", "less than")):
+        if key in context:
+            return f"give a number {words} {context[key]}."
+    if "expected" in context:
+        return f"give {context['expected']}."
+    return ""
+
+
+def path_of(location: tuple[int | str, ...]) -> str:
+    """``("stages", 0, "index")`` -> ``stages[0].index``."""
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _fields_at(kind: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+    """Names of the fields of the document that stands at `location` inside `kind`, as far as it can be told."""
+    current: Any = kind
+    for part in location:
+        if isinstance(part, int):
+            continue
+        fields = getattr(current, "model_fields", {})
+        if part not in fields:
+            return []
+        current = _document_in(fields[part].annotation)
+    return sorted(field.alias or name for name, field in getattr(current, "model_fields", {}).items())
+
+
+def _document_in(annotation: Any) -> Any:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in getattr(annotation, "__args__", ()):
+        found = _document_in(argument)
+        if found is not None:
+            return found
+    return None
+
+
+def is_close(left: float, right: float, *, relative: float = 1e-9) -> bool:
+    """Equal up to rounding."""
+    return math.isclose(left, right, rel_tol=relative, abs_tol=1e-12)

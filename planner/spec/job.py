@@ -1,0 +1,86 @@
+"""The job: what is to be trained, and what the user fixes about the layout."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from planner.spec.document import Document
+
+Precision = Literal["fp32", "fp16-mixed", "bf16-mixed", "bf16"]
+OptimizerName = Literal["sgd", "momentum", "adam", "adamw"]
+
+COMPUTE_TYPE: dict[str, str] = {"fp32": "fp32", "fp16-mixed": "fp16", "bf16-mixed": "bf16", "bf16": "bf16"}
+"""Data type of activations and matrix products by precision."""
+
+Scalar = bool | int | str
+
+CONSTRAINABLE = (
+    "data_parallel_degree",
+    "tensor_parallel_degree",
+    "pipeline_parallel_degree",
+    "context_parallel_degree",
+    "expert_parallel_degree",
+    "virtual_stages_per_rank",
+    "zero_stage",
+    "sequence_parallel",
+    "micro_batch_size",
+    "schedule",
+    "recompute",
+)
+
+
+class Range(Document):
+    """Bounds of a whole-numbered layout field, both inclusive."""
+
+    min: int | None = None
+    max: int | None = None
+
+    @model_validator(mode="after")
+    def _is_not_empty(self) -> Self:
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min {self.min} is above max {self.max}")
+        return self
+
+
+Constraint = Scalar | Range | tuple[Scalar, ...]
+"""A value (fixed), a range (bounded) or a list (one of)."""
+
+
+class Job(Document):
+    """A training step of this size."""
+
+    schema_version: Literal[1] = 1
+    global_batch_size: int = Field(ge=1)
+    """Samples per optimizer step, over all devices."""
+    sequence_length: int = Field(default=0, ge=0)
+    """Tokens per sample; 0 for models without a sequence."""
+    precision: Precision = "bf16-mixed"
+    optimizer: OptimizerName = "adamw"
+    memory_headroom: Annotated[float, Field(ge=0)] = 0.05
+    """Left free on every device: a fraction when below 1, bytes otherwise."""
+    objective: Literal["step_time"] = "step_time"
+    constraints: dict[str, Constraint] = Field(default_factory=dict)
+    """Any layout field fixed, bounded or listed."""
+
+    @model_validator(mode="after")
+    def _constraints_name_layout_fields(self) -> Self:
+        for name, constraint in self.constraints.items():
+            if name not in CONSTRAINABLE:
+                raise ValueError(f"constraints: {name!r} is no layout field; use one of {', '.join(CONSTRAINABLE)}")
+            if isinstance(constraint, tuple) and not constraint:
+                raise ValueError(f"constraints: {name} lists no value; list at least one")
+        return self
+
+
+def allows(constraint: Constraint | None, value: Scalar) -> bool:
+    """Does a constraint permit the value of a layout field? None permits all."""
+    if constraint is None:
+        return True
+    if isinstance(constraint, Range):
+        above = constraint.min is None or int(value) >= constraint.min
+        return above and (constraint.max is None or int(value) <= constraint.max)
+    if isinstance(constraint, tuple):
+        return value in constraint
+    return value == constraint

@@ -1,0 +1,73 @@
+"""The layout: all degrees and choices of a plan, without its stage map."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from planner.errors import LayoutError
+from planner.spec.document import Document
+
+
+class Layout(Document):
+    """How a training step is split over the devices."""
+
+    data_parallel_degree: int = Field(default=1, ge=1)
+    tensor_parallel_degree: int = Field(default=1, ge=1)
+    pipeline_parallel_degree: int = Field(default=1, ge=1)
+    context_parallel_degree: int = Field(default=1, ge=1)
+    expert_parallel_degree: int = Field(default=1, ge=1)
+    virtual_stages_per_rank: int = Field(default=1, ge=1)
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    sequence_parallel: bool = False
+    micro_batch_size: int = Field(default=1, ge=1)
+    """Samples of one micro-batch on one data-parallel rank."""
+    schedule: str = "1f1b"
+    recompute: Literal["none", "selective", "full", "per-layer"] = "none"
+    """``per-layer``: the stage map says which layers recompute."""
+
+    @property
+    def devices(self) -> int:
+        """Devices that the degrees multiply to. Expert parallelism re-uses the data-parallel ranks."""
+        return (
+            self.data_parallel_degree
+            * self.tensor_parallel_degree
+            * self.pipeline_parallel_degree
+            * self.context_parallel_degree
+        )
+
+    def micro_batches(self, global_batch_size: int) -> int:
+        """Micro-batches of one data-parallel rank and step.
+
+        Raises:
+            LayoutError: the global batch does not divide.
+        """
+        per_round = self.data_parallel_degree * self.micro_batch_size
+        if global_batch_size % per_round:
+            raise LayoutError(
+                f"global_batch_size({global_batch_size}) does not divide by data_parallel_degree"
+                f"({self.data_parallel_degree}) * micro_batch_size({self.micro_batch_size}) = {per_round}.",
+                field="micro_batch_size",
+                mend=f"choose degrees whose product divides {global_batch_size}, or another global batch.",
+            )
+        return global_batch_size // per_round
+
+    def check_devices(self, devices: int) -> None:
+        """Raise `LayoutError`, showing every factor, unless the degrees multiply to the number of devices."""
+        if self.devices == devices:
+            return
+        raise LayoutError(
+            f"data_parallel_degree({self.data_parallel_degree}) * tensor_parallel_degree({self.tensor_parallel_degree})"
+            f" * pipeline_parallel_degree({self.pipeline_parallel_degree}) * context_parallel_degree"
+            f"({self.context_parallel_degree}) = {self.devices}, but the cluster has {devices} devices.",
+            field="layout",
+            mend=f"choose degrees whose product is {devices}, or a cluster of {self.devices} devices.",
+        )
+
+
+class PredictionLayout(Layout):
+    """A layout for `planner predict`: the stage map may be given too."""
+
+    layers_per_stage: tuple[int, ...] | None = None
+    """Layers of each stage, in order; None: the best partition for this layout."""

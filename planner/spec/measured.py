@@ -1,0 +1,53 @@
+"""What a run really did: written by the executor, read by timeline, calibration and the service."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from planner.spec.document import Document
+
+
+class MeasuredAction(Document):
+    """One action of one rank and step, on the rank's own clock aligned to the step's start."""
+
+    rank: int = Field(ge=0)
+    action: str
+    """As in the schedule, e.g. ``2F0``; or ``reduce``, ``optimizer``."""
+    start_seconds: float
+    end_seconds: float
+
+
+class MeasuredRank(Document):
+    """What one global rank saw."""
+
+    rank: int = Field(ge=0)
+    pipeline: int = Field(ge=0)
+    parameters: int = Field(ge=0)
+    """Elements held by this rank."""
+    peak_bytes: int = Field(ge=0)
+    """Device memory at its peak: the allocator's on CUDA, the process' resident set on CPU."""
+    parameters_bytes: int = Field(default=0, ge=0)
+    gradients_bytes: int = Field(default=0, ge=0)
+    optimizer_bytes: int = Field(default=0, ge=0)
+
+
+class MeasuredRun(Document):
+    """The report of `planner run`."""
+
+    schema_version: Literal[1] = 1
+    plan_id: str
+    model: str
+    devices: str
+    """What it ran on."""
+    steps: int = Field(ge=1)
+    losses: tuple[float, ...]
+    step_seconds: tuple[float, ...]
+    """Of every step; the first ones warm up."""
+    median_step_seconds: float
+    """Without the warm-up steps."""
+    tokens_per_second: float
+    ranks: tuple[MeasuredRank, ...]
+    actions: tuple[MeasuredAction, ...] = ()
+    """Of the recorded step, the median one after warm-up."""

@@ -1,0 +1,213 @@
+"""The plan: layout, stage map, placement, prediction and proof. A promise of step time and of memory on every rank."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from planner.spec.cluster import Cluster
+from planner.spec.document import Document, digest
+from planner.spec.job import Job
+from planner.spec.layout import Layout
+from planner.spec.profile import ModelProfile, RecomputeMode
+
+
+class PlannedLayer(Document):
+    """One layer of a stage."""
+
+    name: str
+    modules: tuple[str, ...] = ()
+    recompute: RecomputeMode = "none"
+
+
+class Stage(Document):
+    """Contiguous layers on one pipeline rank."""
+
+    index: int = Field(ge=0)
+    pipeline_rank: int = Field(ge=0)
+    layers: tuple[PlannedLayer, ...] = Field(min_length=1)
+    ranks: tuple[int, ...] = Field(min_length=1)
+    """Global ranks that hold a copy or shard of the stage."""
+
+
+class RankPlacement(Document):
+    """Where a global rank stands: its device, and its coordinate on every axis of the device mesh."""
+
+    rank: int = Field(ge=0)
+    node: int = Field(ge=0)
+    device: int = Field(ge=0)
+    """Index on its node (local rank)."""
+    pipeline: int = Field(ge=0)
+    data: int = Field(ge=0)
+    tensor: int = Field(ge=0)
+    context: int = Field(default=0, ge=0)
+    expert: int = Field(default=0, ge=0)
+
+
+class Breakdown(Document):
+    """Where the step's seconds go on the rank that ends last; the parts add up to step_seconds."""
+
+    compute_seconds: float
+    recompute_seconds: float
+    tensor_parallel_seconds: float
+    pipeline_seconds: float
+    """Exposed transfers between stages."""
+    data_parallel_seconds: float
+    """Exposed gradient reduction, shared parameters included."""
+    optimizer_seconds: float
+    bubble_seconds: float
+
+    @property
+    def total_seconds(self) -> float:
+        """Sum of all parts."""
+        return float(sum(getattr(self, name) for name in type(self).model_fields))
+
+
+class RankMemory(Document):
+    """Predicted memory of every device of one pipeline rank, at its peak."""
+
+    pipeline_rank: int = Field(ge=0)
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    """Saved activations of all micro-batches in flight, and boundary buffers."""
+    temporary_bytes: int
+    reserved_bytes: int
+    """Context, communicators and allocator overhead."""
+    peak_bytes: int
+    """Sum of the above."""
+    capacity_bytes: int
+    """What the job may use of the device: its memory less the headroom."""
+
+
+class Prediction(Document):
+    """Time and memory of one step."""
+
+    step_seconds: float = Field(gt=0)
+    tokens_per_second: float
+    """Of the whole cluster; samples per second for models without a sequence."""
+    mfu: float | None
+    """Model FLOPs / (step_seconds x devices x peak); None when the device's peak is not known."""
+    bubble_fraction: float
+    """1 - busy / (ranks x makespan) of the pipeline schedule."""
+    breakdown: Breakdown
+    memory: tuple[RankMemory, ...]
+
+
+class SearchReport(Document):
+    """How the optimum was found and proven."""
+
+    layouts_considered: int
+    layouts_pruned: int
+    """Not solved, because their lower bound is no better than the plan, or they cannot fit."""
+    layouts_solved: int
+    seconds: float
+    lower_bound_seconds: float
+    """No plan of the space is faster under the cost model."""
+    gap: float
+    """(step_seconds - lower_bound_seconds) / step_seconds."""
+    optimal: bool
+    """Proven: the gap is within rounding (1e-6)."""
+
+
+class Alternative(Document):
+    """The next best plan of another layout."""
+
+    layout: Layout
+    micro_batches: int
+    layers_per_stage: tuple[int, ...]
+    step_seconds: float
+    slowdown: float
+    """step_seconds / the plan's step_seconds - 1."""
+    peak_bytes: int
+    """Of the fullest device."""
+    reason: str
+    """Where it loses, in words and numbers."""
+
+
+class Options(Document):
+    """How to search."""
+
+    top: int = Field(default=3, ge=0, le=100)
+    """Alternatives to return."""
+    time_limit_seconds: float = Field(default=60.0, gt=0, le=86400)
+
+
+class PlanRequest(Document):
+    """Everything that determines a plan."""
+
+    schema_version: Literal[1] = 1
+    model: str | None = None
+    """Catalogue name, when the profile was derived from it."""
+    profile_id: str
+    """sha256 of the profile."""
+    profile: ModelProfile | None = None
+    """The profile itself, unless `model` names a catalogue entry that gives the same one."""
+    cluster: Cluster
+    job: Job
+    options: Options = Options()
+    planner_version: str
+
+    @property
+    def id(self) -> str:
+        """sha256 of the canonical request: the plan's id."""
+        return digest(self.model_dump(mode="json", by_alias=True, exclude={"profile"}))
+
+
+class Plan(Document):
+    """What the planner returns and the executor applies."""
+
+    schema_version: Literal[1] = 1
+    id: str
+    layout: Layout
+    micro_batches: int = Field(ge=1)
+    """Per data-parallel rank and step."""
+    stages: tuple[Stage, ...] = Field(min_length=1)
+    placement: tuple[RankPlacement, ...] = Field(min_length=1)
+    prediction: Prediction
+    search: SearchReport
+    alternatives: tuple[Alternative, ...] = ()
+    explanation: tuple[str, ...] = ()
+    """Why this plan, in sentences."""
+    actions: tuple[tuple[str, ...], ...] = ()
+    """The schedule's actions per pipeline rank, e.g. ``2F0``."""
+    request: PlanRequest
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, as written to plan.json."""
+        return self.model_dump(mode="json", by_alias=True)
+
+
+class Miss(Document):
+    """A layout that nearly fits, and by how much it misses."""
+
+    layout: Layout
+    pipeline_rank: int
+    needed_bytes: int
+    """Least memory of this rank over all partitions and recompute choices."""
+    capacity_bytes: int
+    missing_bytes: int
+
+
+class Infeasible(Document):
+    """No plan fits: the reasons, and the nearest misses."""
+
+    status: Literal["infeasible"] = "infeasible"
+    reasons: tuple[str, ...]
+    nearest: tuple[Miss, ...] = ()
+    search: SearchReport | None = None
+
+
+class Forecast(Document):
+    """Answer of `planner predict`: time and memory of one given layout."""
+
+    layout: Layout
+    micro_batches: int = Field(ge=1)
+    stages: tuple[Stage, ...]
+    prediction: Prediction
+    fits: bool
+    """Every rank stays within its capacity."""
+    reasons: tuple[str, ...] = ()
+    """Why it does not fit."""

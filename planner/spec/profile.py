@@ -1,0 +1,165 @@
+"""The model profile: what every layer costs, measured on a device or counted on fake tensors."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from planner.spec.cluster import DeviceSpec
+from planner.spec.document import Document
+
+DataType = Literal["fp32", "bf16", "fp16"]
+RecomputeMode = Literal["none", "selective", "full"]
+CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
+
+BYTES_PER_ELEMENT: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+class Operation(Document):
+    """A kind of kernel inside a layer's forward, so that a device's efficiency on its shape can be priced."""
+
+    kind: Literal["matmul", "attention", "convolution", "memory"]
+    """``memory``: bound by bytes moved, its FLOPs do not count."""
+    count: int = Field(ge=1)
+    """How often the layer's forward runs it."""
+    flops: int = Field(ge=0)
+    """FLOPs of one run."""
+    bytes: int = Field(ge=0)
+    """Bytes read and written by one run."""
+    m: int = Field(default=0, ge=0)
+    n: int = Field(default=0, ge=0)
+    k: int = Field(default=0, ge=0)
+    """Sizes of a matmul (m, k) x (k, n); zero otherwise."""
+
+
+class Collective(Document):
+    """Exchanges of one layer and micro-batch inside its tensor-parallel group."""
+
+    phase: Literal["forward", "backward"]
+    operation: CollectiveName
+    bytes: int = Field(ge=0)
+    """Size of the full tensor of one exchange (what an all-reduce reduces), in bytes."""
+    count: int = Field(ge=1)
+
+
+class Measurement(Document):
+    """Costs of one layer, one micro-batch, on one rank of its tensor-parallel group."""
+
+    micro_batch_size: int = Field(ge=1)
+    """Samples."""
+    sequence_length: int = Field(ge=0)
+    """Tokens per sample; 0 for models without a sequence."""
+    tensor_parallel_degree: int = Field(default=1, ge=1)
+    recompute: RecomputeMode = "none"
+    forward_flops: int = Field(ge=0)
+    backward_input_flops: int = Field(ge=0)
+    backward_weight_flops: int = Field(ge=0)
+    recompute_flops: int = Field(default=0, ge=0)
+    """Forward FLOPs that the backward runs again in this recompute mode."""
+    forward_seconds: float | None = Field(default=None, ge=0)
+    """None: not measured; the cost model prices the operations on the cluster's device."""
+    backward_input_seconds: float | None = Field(default=None, ge=0)
+    backward_weight_seconds: float | None = Field(default=None, ge=0)
+    """Both without the recomputation."""
+    recompute_seconds: float | None = Field(default=None, ge=0)
+    optimizer_seconds: float | None = Field(default=None, ge=0)
+    """One optimizer step over this rank's parameters of the layer, when measured."""
+    activation_bytes: int = Field(ge=0)
+    """Kept from forward to backward: the layer's input where the layer keeps it, never its output, never parameters."""
+    output_bytes: int = Field(ge=0)
+    """The tensor handed to the next layer."""
+    temporary_bytes: int = Field(ge=0)
+    """Peak inside forward or backward above what is kept."""
+    local_parameters: int | None = Field(default=None, ge=0)
+    """Parameters (elements) of this rank's shard; None: parameters / tensor_parallel_degree, rounded up."""
+    forward_bytes: int = Field(default=0, ge=0)
+    """Bytes the forward's kernels read and write."""
+    operations: tuple[Operation, ...] = ()
+    collectives: tuple[Collective, ...] = ()
+    source: Literal["measured", "counted"]
+
+    @model_validator(mode="after")
+    def _measured_has_seconds(self) -> Self:
+        if self.source == "measured":
+            seconds = (self.forward_seconds, self.backward_input_seconds, self.backward_weight_seconds)
+            if any(value is None for value in seconds):
+                raise ValueError(
+                    "a measured row needs forward_seconds, backward_input_seconds and backward_weight_seconds"
+                )
+            if self.recompute != "none" and self.recompute_seconds is None:
+                raise ValueError("a measured row that recomputes needs recompute_seconds")
+        return self
+
+
+class LayerProfile(Document):
+    """The smallest unit that may be placed."""
+
+    name: str = Field(min_length=1)
+    kind: str = Field(min_length=1)
+    """Layers of one kind are identical: same shapes, same costs."""
+    modules: tuple[str, ...] = ()
+    """Qualified names of the modules, as in the user's model."""
+    parameters: int = Field(ge=0)
+    """Elements, whole layer; shared parameters are counted in every layer that uses them."""
+    measurements: tuple[Measurement, ...] = Field(min_length=1)
+
+
+class SkipEdge(Document):
+    """A tensor that a later layer takes besides the output of the layer before it."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    from_: str = Field(alias="from")
+    to: str
+    bytes: int = Field(ge=0)
+    """Per sample."""
+
+
+class SharedParameters(Document):
+    """Parameters used by several layers, such as tied embeddings."""
+
+    names: tuple[str, ...] = Field(min_length=1)
+    """Qualified names, the first being the owner."""
+    layers: tuple[str, ...] = Field(min_length=2)
+    parameters: int = Field(ge=1)
+    """Elements of one copy."""
+
+
+class ModelProfile(Document):
+    """What `planner profile` writes."""
+
+    schema_version: Literal[1] = 1
+    model: str = Field(min_length=1)
+    device: str = Field(min_length=1)
+    """Where the seconds were measured: a device id; ``counted`` when nothing was measured."""
+    device_spec: DeviceSpec | None = None
+    """The measured device, when no catalogue has it (this machine's CPU)."""
+    dtype: DataType = "fp32"
+    """Of activations and matrix products."""
+    model_digest: str = ""
+    """sha256 over the names and shapes of the model's parameters; tells a profile of another model."""
+    tokens_per_sample: int = Field(default=0, ge=0)
+    """Longest sequence that the model takes; 0 for models without a sequence."""
+    layers: tuple[LayerProfile, ...] = Field(min_length=1)
+    edges: tuple[SkipEdge, ...] = ()
+    shared_parameters: tuple[SharedParameters, ...] = ()
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Versions and conditions of the measurement, for people."""
+
+    @model_validator(mode="after")
+    def _names_hold(self) -> Self:
+        names = [layer.name for layer in self.layers]
+        repeated = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+        if repeated:
+            raise ValueError(f"layers: the name {repeated[0]!r} stands twice; give every layer its own name")
+        order = {name: index for index, name in enumerate(names)}
+        used = [name for edge in self.edges for name in (edge.from_, edge.to)]
+        used += [name for shared in self.shared_parameters for name in shared.layers]
+        unknown = [name for name in used if name not in order]
+        if unknown:
+            raise ValueError(f"edges or shared_parameters name the layer {unknown[0]!r}, which is not in layers")
+        for edge in self.edges:
+            if order[edge.from_] >= order[edge.to]:
+                raise ValueError(f"edges: {edge.from_!r} must stand before {edge.to!r} in layers")
+        return self

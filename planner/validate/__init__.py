@@ -1,0 +1,1 @@
+"""Recomputes a plan from first principles, sharing no code with cost model and solver."""
