@@ -1,0 +1,1 @@
+"""Documents and scripts to start from."""

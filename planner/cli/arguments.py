@@ -1,0 +1,103 @@
+"""Options shared by several verbs, and the types of their values; a wrong value says what is right."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import Any
+
+SECONDS_HINT = "give plain seconds, without a unit, e.g. 30"
+
+
+def positive_int(text: str) -> int:
+    """A whole number of at least 1."""
+    return _whole(text, least=1)
+
+
+def whole_number(text: str) -> int:
+    """A whole number of at least 0."""
+    return _whole(text, least=0)
+
+
+def positive_ints(text: str) -> tuple[int, ...]:
+    """``1,2,4`` -> (1, 2, 4), each at least 1, in rising order, none twice."""
+    return tuple(sorted({_whole(part, least=1) for part in text.split(",")}))
+
+
+def positive_seconds(text: str) -> float:
+    """A finite number of seconds above 0."""
+    value = _number(text, SECONDS_HINT)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not above 0; {SECONDS_HINT}")
+    return value
+
+
+def positive_number(text: str) -> float:
+    """A finite number above 0."""
+    value = _number(text, "give a plain number, e.g. 0.001")
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not above 0; give a positive number")
+    return value
+
+
+def costs(text: str) -> tuple[float, ...]:
+    """``10,40,30`` -> costs of layers, each finite and at least 0; whole numbers stay whole."""
+    return tuple(_cost(part) for part in text.split(","))
+
+
+def _cost(text: str) -> float:
+    hint = "give a plain number of at least 0"
+    try:
+        value: float = int(text)
+    except ValueError:
+        value = _number(text, hint)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is negative; {hint}")
+    return value
+
+
+def _whole(text: str, *, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+    return value
+
+
+def _number(text: str, hint: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number; {hint}")
+    return value
+
+
+def add_json(parser: argparse.ArgumentParser, what: str = "print the result as JSON") -> None:
+    """``--json``, which every verb has."""
+    parser.add_argument("--json", action="store_true", help=what)
+
+
+def add_output(parser: argparse.ArgumentParser, what: str) -> None:
+    """``-o FILE``; ``-o -`` is stdout."""
+    parser.add_argument("-o", "--output", metavar="FILE", help=f"{what} ('-': stdout)")
+
+
+def add_question(parser: argparse.ArgumentParser) -> None:
+    """The three documents of a question: model or profile, cluster, job."""
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--profile", metavar="FILE", help="profile.json, as `planner profile` writes it")
+    model.add_argument("--model", metavar="MODEL", help="catalogue name, config.json, or package.module:callable")
+    parser.add_argument("--cluster", metavar="FILE", required=True, help="cluster document (YAML, TOML or JSON)")
+    parser.add_argument("--job", metavar="FILE", required=True, help="job document (YAML, TOML or JSON)")
+
+
+def add_option(parser: argparse.ArgumentParser, name: str, kind: Callable[[str], Any], **settings: Any) -> None:
+    """An option whose help tells its default."""
+    if settings.get("default") is not None:
+        settings["help"] += f" (default: {settings['default']})"
+    parser.add_argument(name, type=kind, **settings)

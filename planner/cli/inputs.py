@@ -1,0 +1,203 @@
+"""Reads what a question is made of: profile or model, cluster, job, and the fields the user fixes."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from planner.cli.console import Progress
+from planner.errors import DocumentError, MismatchError, UnknownNameError
+from planner.spec import Cluster, Job, Layout, ModelProfile, Plan, PlanRequest, PredictionLayout, digest, parse, read
+from planner.spec.job import COMPUTE_TYPE, CONSTRAINABLE
+
+MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
+"""Counted when a model is given instead of a profile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What every planning verb is asked about."""
+
+    profile: ModelProfile
+    cluster: Cluster
+    job: Job
+    model: str | None
+    """Catalogue name that gives the same profile; None: the profile is a document of its own."""
+
+
+def read_question(arguments: argparse.Namespace, *, fixed: list[str] | None = None) -> Question:
+    """The documents that `arguments.add_question` asks for; `fixed` holds FIELD=V constraints of the command line.
+
+    Raises:
+        SpecError: a document is missing, broken or does not fit the others.
+    """
+    cluster = read(Cluster, arguments.cluster)
+    job = fix(read(Job, arguments.job), fixed or [])
+    if arguments.profile is not None:
+        return Question(read(ModelProfile, arguments.profile), cluster, job, model=None)
+    profile, model = profile_of(arguments.model, job)
+    return Question(profile, cluster, job, model)
+
+
+def profile_of(reference: str, job: Job) -> tuple[ModelProfile, str | None]:
+    """Counted profile of a model at the job's sequence length and precision, and its catalogue name if it has one.
+
+    Catalogue models are evaluated from stored counts; torch is loaded for all others.
+    """
+    from profiler.catalogue import names
+
+    if reference in names():
+        return catalogue_profile(reference, job), reference
+    return _count(reference, job), None
+
+
+def catalogue_profile(name: str, job: Job) -> ModelProfile:
+    """The profile that a request with this catalogue name stands for."""
+    from profiler.counted import counted_profile
+
+    return counted_profile(name, sequence_length=job.sequence_length, dtype=_data_type(job))
+
+
+def _count(reference: str, job: Job) -> ModelProfile:
+    from profiler.count import profile
+    from profiler.models import load_model
+
+    source = load_model(reference)
+    with Progress("counting") as progress:
+        return profile(
+            source,
+            sequence_length=job.sequence_length,
+            micro_batch_sizes=MICRO_BATCH_SIZES,
+            tensor_parallel_degrees=source.tensor_parallel_degrees(),
+            dtype=_data_type(job),
+            progress=progress.update,
+        )
+
+
+def _data_type(job: Job) -> Any:
+    return COMPUTE_TYPE[job.precision]
+
+
+def profile_behind(plan: Plan, path: str | None) -> ModelProfile:
+    """The profile that a plan was made from: the given file, the plan's own, or its catalogue model's.
+
+    Raises:
+        MismatchError: it is another profile than the one the plan names.
+        DocumentError: the plan carries no profile and names no model.
+    """
+    profile = _find_profile(plan.request, path)
+    if digest(profile) != plan.request.profile_id:
+        raise MismatchError(
+            f"the plan was made from profile {plan.request.profile_id[:12]}, this one of {profile.model!r} is "
+            f"{digest(profile)[:12]}.",
+            field=path or "request.profile",
+            mend="give the profile that the plan was made from, or plan anew.",
+        )
+    return profile
+
+
+def _find_profile(request: PlanRequest, path: str | None) -> ModelProfile:
+    if path is not None:
+        return read(ModelProfile, path)
+    if request.profile is not None:
+        return request.profile
+    if request.model is not None:
+        return catalogue_profile(request.model, request.job)
+    raise DocumentError(
+        "the plan carries neither a profile nor the name of a catalogue model.",
+        field="request.profile",
+        mend="give the profile with --profile.",
+    )
+
+
+def fix(job: Job, fixed: list[str]) -> Job:
+    """The job with further constraints, each FIELD=V as `constraint` reads it."""
+    constraints = dict(constraint(text) for text in fixed)
+    if not constraints:
+        return job
+    return parse(Job, {**job.model_dump(mode="json"), "constraints": {**_plain(job), **constraints}}, where="--fix")
+
+
+def _plain(job: Job) -> dict[str, Any]:
+    constraints: dict[str, Any] = job.model_dump(mode="json", exclude_none=True)["constraints"]
+    return constraints
+
+
+def constraint(text: str) -> tuple[str, Any]:
+    """``FIELD=V`` -> field and constraint: V is one value, a list ``a,b,c``, or a range ``MIN..MAX`` (one end may lack).
+
+    Raises:
+        UnknownNameError: no layout has this field.
+        DocumentError: the value does not fit the field.
+    """
+    name, value = _split(text, CONSTRAINABLE, "--fix")
+    if ".." in value:
+        return name, _range(name, value)
+    values = [_value(name, part) for part in value.split(",")]
+    return name, values[0] if len(values) == 1 else values
+
+
+def _split(text: str, names: tuple[str, ...], option: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    name = name.strip()
+    if name not in names:
+        close = difflib.get_close_matches(name, names, n=1)
+        mend = f"did you mean {close[0]!r}? Fields: " if close else "use one of "
+        raise UnknownNameError(f"no layout field {name!r}.", field=option, mend=mend + ", ".join(names) + ".")
+    if not equals or not value.strip():
+        raise DocumentError(f"{text!r} gives no value.", field=f"{option} {name}", mend=f"write {name}=VALUE.")
+    return name, value.strip()
+
+
+def _range(name: str, text: str) -> dict[str, int]:
+    ends = dict(zip(("min", "max"), (end.strip() for end in text.split("..", 1)), strict=True))
+    values = {key: _value(name, end) for key, end in ends.items() if end}
+    if not values or any(isinstance(value, bool) or not isinstance(value, int) for value in values.values()):
+        raise DocumentError(
+            f"{text!r} is no range of whole numbers.", field=f"--fix {name}", mend=f"write {name}=MIN..MAX, e.g. 2..8."
+        )
+    return values
+
+
+def _value(name: str, text: str) -> Any:
+    """One value of a layout field, checked and in the field's own type and spelling."""
+    layout = parse(Layout, {name: _scalar(text)})
+    if name == "schedule":
+        from planner.schedule import canonical_name
+
+        return canonical_name(layout.schedule)
+    return getattr(layout, name)
+
+
+def _scalar(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text.strip()
+
+
+def read_layout(words: list[str]) -> PredictionLayout:
+    """``--layout``: one document, or inline FIELD=V values, apart from each other by spaces or commas.
+
+    Raises:
+        SpecError: unknown field, wrong value, missing or broken file.
+    """
+    if len(words) == 1 and "=" not in words[0]:
+        return read(PredictionLayout, words[0])
+    fields = tuple(PredictionLayout.model_fields)
+    parts = [part for word in words for part in re.split(r",(?=[a-z_]+=)", word)]
+    pairs = [_split(part, fields, "--layout") for part in parts]
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise DocumentError("is given twice.", field=f"--layout {name}", mend="give it once.")
+    layout = {name: _layers(value) if name == "layers_per_stage" else _scalar(value) for name, value in pairs}
+    return parse(PredictionLayout, layout, where="--layout")
+
+
+def _layers(text: str) -> list[Any]:
+    return [_scalar(part) for part in text.strip("[]").split(",")]

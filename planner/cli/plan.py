@@ -1,0 +1,80 @@
+"""`planner plan`: profile + cluster + job -> the fastest plan that fits, and its proof."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from planner.cli.arguments import add_json, add_option, add_output, add_question, positive_seconds, whole_number
+from planner.cli.console import STDOUT, Progress, check_output, data, to_json, words, write
+from planner.cli.failures import DONE, INFEASIBLE
+from planner.cli.inputs import Question, read_question
+from planner.cli.plan_text import infeasible_text, plan_text
+from planner.cli.units import percent, seconds
+from planner.spec import Infeasible, Options, Plan, parse
+
+if TYPE_CHECKING:
+    from planner.search import Progress as SearchProgress
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Options of the verb."""
+    defaults = Options()
+    add_question(parser)
+    add_output(parser, "write plan.json to FILE")
+    add_option(parser, "--top", whole_number, default=defaults.top, metavar="K", help="alternatives to return")
+    add_option(
+        parser,
+        "--time-limit",
+        positive_seconds,
+        default=defaults.time_limit_seconds,
+        metavar="SECONDS",
+        help="search no longer; the best plan so far is returned with its gap",
+    )
+    parser.add_argument(
+        "--fix",
+        action="append",
+        default=[],
+        metavar="FIELD=V",
+        help="fix a layout field to a value, a list a,b,c or a range MIN..MAX; repeatable",
+    )
+    add_json(parser, "print plan.json on stdout")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Search, then print and write the plan; exit 3 when no plan fits."""
+    check_output(arguments.output)
+    options = parse(Options, {"top": arguments.top, "time_limit_seconds": arguments.time_limit}, where="options")
+    result = _search(read_question(arguments, fixed=arguments.fix), options)
+    if isinstance(result, Infeasible):
+        data(to_json(result) if arguments.json else infeasible_text(result))
+        return INFEASIBLE
+    _publish(result, arguments)
+    return DONE
+
+
+def _publish(plan: Plan, arguments: argparse.Namespace) -> None:
+    text = to_json(plan)
+    if arguments.output is not None:
+        write(arguments.output, text)
+    if arguments.json:
+        if arguments.output != STDOUT:
+            data(text)
+    else:  # with `-o -` stdout belongs to the document
+        (words if arguments.output == STDOUT else data)(plan_text(plan))
+
+
+def _search(question: Question, options: Options) -> Plan | Infeasible:
+    from planner.search import Callbacks, make_request, plan
+
+    request = make_request(question.profile, question.cluster, question.job, options, model=question.model)
+    with Progress("searching") as progress:
+        callbacks = Callbacks(on_progress=lambda now: progress.update(*_seen(now)))
+        return plan(request, question.profile, callbacks=callbacks)
+
+
+def _seen(now: SearchProgress) -> tuple[int, int, str]:
+    if now.incumbent_seconds is None:
+        return now.layouts_done, now.layouts_considered, "no plan yet"
+    gap = "" if now.gap is None else f", gap {percent(now.gap)}"
+    return now.layouts_done, now.layouts_considered, f"best {seconds(now.incumbent_seconds)}{gap}"

@@ -1,0 +1,164 @@
+"""A plan, a forecast and "no plan fits" as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from planner.cli.console import bar, bold, table
+from planner.cli.units import gibibytes, percent, scaled, seconds, significant
+from planner.spec import Forecast, Infeasible, Layout, Plan, Prediction
+from planner.spec.plan import Alternative, Miss, RankMemory, SearchReport, Stage
+
+BAR_WIDTH = 20
+DEGREES = {"data_parallel_degree": "data", "tensor_parallel_degree": "tensor", "pipeline_parallel_degree": "pipeline"}
+RARE_DEGREES = {"context_parallel_degree": "context", "expert_parallel_degree": "expert"}
+
+
+def plan_text(plan: Plan) -> str:
+    """Layout, stages, prediction, memory, proof and alternatives."""
+    parts = [
+        f"{bold('plan')} {plan.id[:12]}  {_subject(plan)}",
+        f"{bold('layout')} {layout_line(plan.layout)}, {plan.micro_batches} micro-batches",
+        *_prediction(plan.prediction),
+        _stages(plan.stages),
+        _memory(plan.prediction.memory),
+        proof_line(plan.search),
+    ]
+    if plan.explanation:
+        parts.append("\n".join([bold("why"), *(f"  {sentence}" for sentence in plan.explanation)]))
+    if plan.alternatives:
+        parts.append("\n".join([bold("next best"), *map(_alternative, plan.alternatives)]))
+    return "\n\n".join(parts)
+
+
+def forecast_text(forecast: Forecast) -> str:
+    """Prediction of one given layout, and whether it fits."""
+    parts = [
+        f"{bold('layout')} {layout_line(forecast.layout)}, {forecast.micro_batches} micro-batches",
+        *_prediction(forecast.prediction),
+        _stages(forecast.stages),
+        _memory(forecast.prediction.memory),
+        "fits" if forecast.fits else "\n".join([bold("does not fit"), *(f"  {why}" for why in forecast.reasons)]),
+    ]
+    return "\n\n".join(parts)
+
+
+def infeasible_text(result: Infeasible) -> str:
+    """Why no plan fits, and how near the nearest layouts came."""
+    lines = [bold("no plan fits"), *(f"  {reason}" for reason in result.reasons)]
+    if result.nearest:
+        lines += ["", bold("nearest misses"), *map(_miss, result.nearest)]
+    if result.search is not None:
+        lines += ["", _counts(result.search)]
+    return "\n".join(lines)
+
+
+def layout_line(layout: Layout) -> str:
+    """``data 4 x tensor 8 x pipeline 2, micro-batch 1, 1f1b, recompute none``; unused choices are left out."""
+    names = DEGREES | {name: word for name, word in RARE_DEGREES.items() if getattr(layout, name) > 1}
+    degrees = " x ".join(f"{word} {getattr(layout, name)}" for name, word in names.items())
+    words = [degrees, f"micro-batch {layout.micro_batch_size}", layout.schedule, f"recompute {layout.recompute}"]
+    if layout.virtual_stages_per_rank > 1:
+        words.append(f"{layout.virtual_stages_per_rank} stages per rank")
+    if layout.zero_stage:
+        words.append(f"ZeRO {layout.zero_stage}")
+    if layout.sequence_parallel:
+        words.append("sequence parallel")
+    return ", ".join(words)
+
+
+def proof_line(search: SearchReport) -> str:
+    """``optimal: proven, ...``, or how far from proven."""
+    if search.optimal:
+        return f"{bold('optimal: proven')}, {_counts(search)}"
+    bound = f"no plan is faster than {seconds(search.lower_bound_seconds)}, gap {percent(search.gap)}"
+    return f"{bold('optimal: not proven')}, {bound}, {_counts(search)}"
+
+
+def _counts(search: SearchReport) -> str:
+    return (
+        f"{search.layouts_considered} layouts considered, {search.layouts_pruned} pruned by their bound, "
+        f"{search.layouts_solved} solved, in {seconds(search.seconds)}"
+    )
+
+
+def _subject(plan: Plan) -> str:
+    request = plan.request
+    model = request.model or (request.profile.model if request.profile else f"profile {request.profile_id[:12]}")
+    return f"{model} on {request.cluster.devices} devices of {request.cluster.name}"
+
+
+def _prediction(prediction: Prediction) -> tuple[str, str]:
+    mfu = "unknown (the device's peak is not known)" if prediction.mfu is None else percent(prediction.mfu)
+    rate = scaled(prediction.tokens_per_second, "tokens/s")
+    total = prediction.step_seconds
+    head = f"{bold('step')} {seconds(total)}  {rate}  MFU {mfu}  bubble {percent(prediction.bubble_fraction)}"
+    spent = {name: getattr(prediction.breakdown, name) for name in type(prediction.breakdown).model_fields}
+    rows = [
+        (name.removesuffix("_seconds").replace("_", " "), seconds(value), percent(value / total))
+        for name, value in spent.items()
+        if value
+    ]
+    return head, table(("where the step goes", "time", "share"), rows)
+
+
+def _stages(stages: Sequence[Stage]) -> str:
+    rows = [
+        (
+            str(stage.index),
+            str(stage.pipeline_rank),
+            str(len(stage.layers)),
+            f"{stage.layers[0].name} .. {stage.layers[-1].name}" if len(stage.layers) > 1 else stage.layers[0].name,
+            str(sum(layer.recompute != "none" for layer in stage.layers)),
+            spans(stage.ranks),
+        )
+        for stage in stages
+    ]
+    return table(("stage", "pipeline rank", "layers", "from .. to", "recomputed", "ranks"), rows, left=(0, 3, 5))
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """``(0, 1, 2, 5)`` -> ``0-2,5``; a long list is cut with its length told."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    shown = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs[:4])
+    return shown if len(runs) <= 4 else f"{shown},... ({len(numbers)} ranks)"
+
+
+def _memory(memory: Sequence[RankMemory]) -> str:
+    kinds = ("parameters", "gradients", "optimizer", "activations", "temporary", "reserved")
+    rows = [
+        (
+            str(row.pipeline_rank),
+            *(significant(getattr(row, f"{kind}_bytes") / 1024**3) for kind in kinds),
+            gibibytes(row.peak_bytes),
+            gibibytes(row.capacity_bytes),
+            _fill(row),
+        )
+        for row in memory
+    ]
+    header = ("pipeline rank", *kinds, "peak", "capacity", "filled")
+    return "memory of one device, in GiB\n" + table(header, rows, left=(0, len(header) - 1))
+
+
+def _fill(row: RankMemory) -> str:
+    fraction = row.peak_bytes / row.capacity_bytes if row.capacity_bytes > 0 else float("inf")
+    over = " OVER" if row.peak_bytes > row.capacity_bytes else ""
+    share = percent(fraction) if row.capacity_bytes > 0 else "no room at all"
+    return f"{bar(fraction, BAR_WIDTH)} {share}{over}"
+
+
+def _alternative(alternative: Alternative) -> str:
+    line = f"  +{percent(alternative.slowdown)}  {seconds(alternative.step_seconds)}  {layout_line(alternative.layout)}"
+    return f"{line}\n      {alternative.reason}" if alternative.reason else line
+
+
+def _miss(miss: Miss) -> str:
+    return (
+        f"  {layout_line(miss.layout)}\n      pipeline rank {miss.pipeline_rank} needs {gibibytes(miss.needed_bytes)} of "
+        f"{gibibytes(miss.capacity_bytes)}: {gibibytes(miss.missing_bytes)} too much"
+    )
