@@ -1,0 +1,96 @@
+"""Actions and schedules: who runs which micro-batch of which stage, in which order.
+
+An action is written ``<stage><kind><micro_batch>``, counted from 0, as torch.distributed.pipelining writes it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Self
+
+from planner.errors import ScheduleError
+
+_WRITTEN_ACTION = re.compile(r"(\d+)([FBIW])(\d+)", re.ASCII)
+
+
+class ActionKind(StrEnum):
+    """What an action computes."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    """Both gradients; the input gradient leaves only when both are done."""
+    BACKWARD_INPUT = "I"
+    """Gradient of the stage's input, which the stage before waits for."""
+    BACKWARD_WEIGHT = "W"
+    """Gradient of the stage's parameters, which nobody waits for."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Action:
+    """One stage computing one micro-batch."""
+
+    stage: int
+    kind: ActionKind
+    micro_batch: int
+    """With sequence chunks: micro-batch x chunks + chunk."""
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.micro_batch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read ``2F0``.
+
+        Raises:
+            ScheduleError: the text is not an action.
+        """
+        match = _WRITTEN_ACTION.fullmatch(text)
+        if match is None:
+            raise ScheduleError(
+                f"{text!r} is no action.",
+                field="actions",
+                mend="write <stage><F|B|I|W><micro_batch>, counted from 0, e.g. 2F0.",
+            )
+        stage, kind, micro_batch = match.groups()
+        return cls(int(stage), ActionKind(kind), int(micro_batch))
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The ordered actions of every pipeline rank in one step."""
+
+    name: str
+    ranks: int
+    micro_batches: int
+    virtual_stages: int
+    """Stages per rank."""
+    sequence_chunks: int
+    """Pieces that each micro-batch's sequence is cut into."""
+    stage_ranks: tuple[int, ...]
+    """Pipeline rank of each stage."""
+    actions: tuple[tuple[Action, ...], ...]
+    """Per rank, in the order in which the rank runs them."""
+
+    def __hash__(self) -> int:
+        # Equal schedules agree in these, and hashing every action would cost more than simulating them.
+        return hash((self.name, self.ranks, self.micro_batches, self.virtual_stages, self.sequence_chunks))
+
+    @property
+    def stages(self) -> int:
+        """Number of stages, over all ranks."""
+        return len(self.stage_ranks)
+
+    @property
+    def units(self) -> int:
+        """What every stage runs forward and backward once: micro-batches, or sequence chunks of them."""
+        return self.micro_batches * self.sequence_chunks
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Stages of a rank, lowest first."""
+        return tuple(stage for stage, owner in enumerate(self.stage_ranks) if owner == rank)
+
+    def to_text(self) -> tuple[tuple[str, ...], ...]:
+        """The actions as written in a plan, e.g. ``2F0``."""
+        return tuple(tuple(map(str, actions)) for actions in self.actions)

@@ -1,0 +1,56 @@
+"""Interleaved 1F1B (virtual pipeline): several stages per rank make the bubble smaller, for more transfers.
+
+Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
+section 2.2; Megatron-LM's ``forward_backward_pipelining_with_interleaving``; torch's ScheduleInterleaved1F1B, whose
+group size we take: micro-batches run in groups of G = M / max(1, M // P), chunk by chunk inside a group.
+
+P ranks, V stages per rank, M micro-batches, uniform F and B of one rank (F / V and B / V of a stage), no transfer time,
+M a multiple of P:
+    warm-up    (V - 1) G + 2 (P - 1 - r) units on rank r
+    makespan   M (F + B) + (P - 1) (F + B) / V
+    in flight  min(M V, warm-up + 1) units of 1 / V micro-batch
+"""
+
+from __future__ import annotations
+
+from planner.errors import LayoutError
+from planner.schedule.actions import Action
+from planner.schedule.entry import ScheduleEntry, Shape
+from planner.schedule.warm_up import grouped_units, one_forward_one_backward
+
+
+def check(shape: Shape) -> None:
+    """Raise `LayoutError` unless the micro-batches make whole groups."""
+    if shape.micro_batches % _rounds(shape) == 0:
+        return
+    below = shape.micro_batches // shape.ranks * shape.ranks
+    raise LayoutError(
+        f"interleaved-1f1b runs {shape.micro_batches} micro-batches on {shape.ranks} pipeline ranks in "
+        f"{_rounds(shape)} equal groups, and {shape.micro_batches} % {_rounds(shape)} = "
+        f"{shape.micro_batches % _rounds(shape)}.",
+        field="micro_batches",
+        mend=f"use a multiple of {shape.ranks}, e.g. {below} or {below + shape.ranks}.",
+    )
+
+
+def rank_actions(shape: Shape, rank: int) -> tuple[Action, ...]:
+    """All but the last chunk of a group ahead, and two units more per rank behind: one each way hides transfers."""
+    group = shape.micro_batches // _rounds(shape)
+    forwards, backwards = grouped_units(shape, rank, (group,) * _rounds(shape))
+    warm_up = (shape.virtual_stages - 1) * group + 2 * (shape.ranks - 1 - rank)
+    return one_forward_one_backward(forwards, backwards, warm_up)
+
+
+def _rounds(shape: Shape) -> int:
+    return max(1, shape.micro_batches // shape.ranks)
+
+
+INTERLEAVED_1F1B = ScheduleEntry(
+    name="interleaved-1f1b",
+    summary="1f1b over several stages per rank: a smaller bubble, more transfers",
+    rank_actions=rank_actions,
+    aliases=("interleaved", "vpp"),
+    check=check,
+    least_virtual_stages=2,
+    most_virtual_stages=None,
+)
