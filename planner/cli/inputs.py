@@ -128,7 +128,7 @@ def _plain(job: Job) -> dict[str, Any]:
 
 
 def constraint(text: str) -> tuple[str, Any]:
-    """``FIELD=V`` -> field and constraint: V is one value, a list ``a,b,c``, or a range ``MIN..MAX`` (one end may lack).
+    """``FIELD=V`` -> field and constraint: V is a value, a list ``a,b,c``, or a range ``MIN..MAX`` (one end may lack).
 
     Raises:
         UnknownNameError: no layout has this field.

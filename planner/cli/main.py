@@ -60,10 +60,11 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Keeps the epilog's lines, and leaves room for the longest verb."""
+    """Keeps the epilog's lines, and leaves room for the longest verb, whose indent argparse forgets to count."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28)
+        self._action_max_length = max(map(len, VERBS)) + 4
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -158,7 +158,6 @@ def _alternative(alternative: Alternative) -> str:
 
 
 def _miss(miss: Miss) -> str:
-    return (
-        f"  {layout_line(miss.layout)}\n      pipeline rank {miss.pipeline_rank} needs {gibibytes(miss.needed_bytes)} of "
-        f"{gibibytes(miss.capacity_bytes)}: {gibibytes(miss.missing_bytes)} too much"
-    )
+    needs = f"needs {gibibytes(miss.needed_bytes)} of {gibibytes(miss.capacity_bytes)}"
+    too_much = f"pipeline rank {miss.pipeline_rank} {needs}: {gibibytes(miss.missing_bytes)} too much"
+    return f"  {layout_line(miss.layout)}\n      {too_much}"

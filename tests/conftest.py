@@ -1,0 +1,35 @@
+"""Shared by all tests: what this machine lacks skips a test with the reason, never silently."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import settings
+
+# No deadline: a test says what is true, not how fast this machine is. Derandomised: a red test stays red.
+settings.register_profile("house", deadline=None, derandomize=True)
+settings.load_profile("house")
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Skip the tests whose marker asks for something that is not here."""
+    reasons = {"gpu": _no_cuda(), "browser": _no_browser()} if items else {}
+    for item in items:
+        for marker, reason in reasons.items():
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _no_cuda() -> str | None:
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    import torch
+
+    return None if torch.cuda.is_available() else "no CUDA device"
+
+
+def _no_browser() -> str | None:
+    return None if shutil.which("chromium") else "no chromium; `apt-get install chromium` brings it"

@@ -1,0 +1,303 @@
+"""The rules of the house that a machine can hold: floors, sizes, names, docstrings, and what the install declares."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import statistics
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("planner", "profiler", "api")
+
+BASE = {"planner", "planner.errors", "planner.spec"}
+SEARCH_SIDE = BASE | {"planner.schedule", "planner.partition", "planner.cost"}
+SERVICE_SIDE = SEARCH_SIDE | {"planner.search", "planner.validate", "planner.export"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "planner": set(),
+    "planner.errors": set(),
+    "planner.spec": {"planner", "planner.errors"},
+    "planner.schedule": BASE,
+    "planner.partition": BASE,
+    "planner.cost": BASE | {"planner.schedule", "planner.partition"},
+    "planner.search": SEARCH_SIDE | {"planner.validate"},
+    # The checker shares no code with cost model and search: else both could be wrong in the same way.
+    "planner.validate": BASE | {"planner.schedule"},
+    "planner.export": BASE | {"planner.schedule"},
+    "planner.executor": BASE | {"planner.schedule", "profiler"},
+    "profiler": BASE | {"planner.schedule"},
+    "api": SERVICE_SIDE | {"profiler"},
+    "planner.cli": SERVICE_SIDE | {"planner.executor", "profiler", "api"},
+}
+"""The floors: what each part may import besides itself. Absent from a row = a wall."""
+
+WITHOUT_TORCH = (
+    "planner.errors",
+    "planner.spec",
+    "planner.cost",
+    "planner.schedule",
+    "planner.partition",
+    "planner.search",
+    "planner.validate",
+    "planner.export",
+    "planner.cli",
+    "api",
+)
+HEAVY = {"torch", "transformers", "safetensors"}
+
+MAX_FUNCTION_LINES = 80
+MAX_FILE_LINES = 500
+MAX_MEDIAN_FUNCTION_LINES = 12
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Documented = ast.Module | ast.ClassDef | Function
+
+
+@cache
+def sources(*folders: str) -> tuple[Path, ...]:
+    """Every Python file in these folders."""
+    return tuple(path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    """The syntax tree of a file."""
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def module_name(path: Path) -> str:
+    """``planner/spec/plan.py`` -> ``planner.spec.plan``; a package is named without ``__init__``."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def floor_of(module: str) -> str | None:
+    """The longest row of the table that the module stands in; None for modules of others."""
+    fitting = [row for row in MAY_IMPORT if row != "planner" and (module == row or module.startswith(f"{row}."))]
+    return max(fitting, key=len) if fitting else "planner" if module == "planner" else None
+
+
+def imported_modules(nodes: Iterator[ast.AST]) -> Iterator[str]:
+    """Absolute names that import statements bring in; ``from package import module`` counts as the module."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if floor_of(whole) != floor_of(node.module) else node.module
+
+
+def at_module_level(node: ast.AST) -> Iterator[ast.AST]:
+    """Nodes that run when the module is imported: neither inside functions nor under ``if TYPE_CHECKING``."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, Function | ast.Lambda) or _is_type_checking(child):
+            continue
+        yield child
+        yield from at_module_level(child)
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def functions(path: Path) -> list[Function]:
+    """Every function of a file, nested ones too."""
+    return [node for node in ast.walk(tree(path)) if isinstance(node, Function)]
+
+
+def length(function: Function) -> int:
+    """Lines from ``def`` to the last."""
+    return (function.end_lineno or function.lineno) - function.lineno + 1
+
+
+def where(path: Path, node: ast.AST) -> str:
+    """``file:line`` for the message."""
+    return f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
+
+
+@pytest.mark.parametrize("path", sources(*PACKAGES), ids=module_name)
+def test_imports_stay_on_their_floor(path: Path) -> None:
+    """A file imports only its own floor and those below, even inside functions."""
+    floor = floor_of(module_name(path))
+    assert floor is not None, f"{path} stands on no floor: add it to MAY_IMPORT"
+    reached = {floor_of(module) for module in imported_modules(iter(ast.walk(tree(path))))} - {None, floor}
+    assert reached <= MAY_IMPORT[floor], f"{floor} may not import {sorted(map(str, reached - MAY_IMPORT[floor]))}"
+
+
+def test_every_part_has_its_row() -> None:
+    """No row of the floor table names a part that does not exist."""
+    missing = [row for row in MAY_IMPORT if not (ROOT / row.replace(".", "/")).with_suffix(".py").exists()]
+    assert [row for row in missing if not (ROOT / row.replace(".", "/") / "__init__.py").exists()] == []
+
+
+@pytest.mark.parametrize("part", WITHOUT_TORCH)
+def test_no_torch_at_module_level(part: str) -> None:
+    """Planning and serving from a saved profile never load torch."""
+    folder = ROOT / part.replace(".", "/")
+    for path in [folder.with_suffix(".py")] if folder.with_suffix(".py").exists() else sources(str(folder)):
+        heavy = {module.partition(".")[0] for module in imported_modules(at_module_level(tree(path)))} & HEAVY
+        assert not heavy, f"{path.relative_to(ROOT)} imports {heavy} at module level"
+
+
+@pytest.mark.parametrize(
+    "module", ["planner.cli.main", "planner.search", "planner.cost", "planner.validate", "profiler.counted", "api.app"]
+)
+def test_imports_without_torch(module: str) -> None:
+    """Importing the torch-free side in a fresh interpreter loads no torch through any detour."""
+    code = f"import sys, {module}; print(sorted({HEAVY!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+@pytest.mark.parametrize("command", [["--help"], ["devices"], ["plan", "--help"]], ids=" ".join)
+def test_fast_path_loads_nothing_heavy(command: list[str]) -> None:
+    """Help and catalogues need neither torch, nor the solver, nor the web framework."""
+    heavy = HEAVY | {"ortools", "fastapi", "uvicorn"}
+    code = (
+        "import sys\nfrom planner.cli.main import main\n"
+        f"main({command!r})\nprint(sorted({heavy!r} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stderr.strip()) == (0, "[]")
+
+
+@pytest.mark.parametrize("path", sources(*PACKAGES, "examples", "benchmarks", "tests"), ids=module_name)
+def test_sizes(path: Path) -> None:
+    """No file above 500 lines, no function above 80."""
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= MAX_FILE_LINES, f"{path.relative_to(ROOT)} has {lines} lines"
+    long = [f"{where(path, each)} {each.name}" for each in functions(path) if length(each) > MAX_FUNCTION_LINES]
+    assert long == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_functions_are_small(package: str) -> None:
+    """The median function is short enough to be read at one glance."""
+    lengths = [length(function) for path in sources(package) for function in functions(path)]
+    assert not lengths or statistics.median(lengths) <= MAX_MEDIAN_FUNCTION_LINES
+
+
+@pytest.mark.parametrize("path", sources(*PACKAGES), ids=module_name)
+def test_public_names_are_documented(path: Path) -> None:
+    """Every module, and every public class, function and method outside of functions, has a docstring."""
+    bare = [where(path, node) for node in public_nodes(tree(path)) if not ast.get_docstring(node)]
+    assert bare == []
+
+
+def public_nodes(node: Documented) -> Iterator[Documented]:
+    """The node, and the public classes, functions and methods in its body."""
+    yield node
+    for child in node.body if isinstance(node, ast.Module | ast.ClassDef) else ():
+        if isinstance(child, ast.ClassDef | Function) and not child.name.startswith("_"):
+            yield from public_nodes(child)
+
+
+@pytest.mark.parametrize("path", sources("tests"), ids=module_name)
+def test_tests_say_what_is_true(path: Path) -> None:
+    """Every test function has a docstring of its own."""
+    tests = [each for each in functions(path) if each.name.startswith("test_")]
+    assert [f"{where(path, each)} {each.name}" for each in tests if not ast.get_docstring(each)] == []
+
+
+def public_packages() -> list[str]:
+    """Packages that declare a public surface."""
+    inits = [path for path in sources(*PACKAGES) if path.name == "__init__.py"]
+    return [module_name(path) for path in inits if "__all__" in path.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("name", public_packages())
+def test_public_surface(name: str) -> None:
+    """``__all__`` is sorted and is exactly what the package offers."""
+    module = importlib.import_module(name)
+    assert list(module.__all__) == sorted(module.__all__, key=lambda each: (case_of(each), each))
+    if "__getattr__" in vars(module):  # names that are loaded when asked for
+        assert [each for each in module.__all__ if not hasattr(module, each)] == []
+    else:
+        assert set(module.__all__) == offered(module)
+
+
+def case_of(name: str) -> int:
+    """Constants stand before classes, classes before functions, as ruff's RUF022 sorts."""
+    return 0 if name.isupper() else 1 if name[0].isupper() else 2
+
+
+def offered(module: ModuleType) -> set[str]:
+    """Public names bound in a package, without its own modules and what it uses from elsewhere."""
+    path = ROOT / module.__name__.replace(".", "/") / "__init__.py"
+    foreign = set()
+    for node in at_module_level(tree(path)):
+        if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and floor_of(node.module or "") is None):
+            foreign |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+    return {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType) and name not in foreign
+    }
+
+
+def tracked_texts() -> list[Path]:
+    """Files that git tracks or would add."""
+    done = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    return [ROOT / line for line in done.stdout.splitlines() if (ROOT / line).is_file()]
+
+
+def test_nothing_names_this_machine() -> None:
+    """No file holds a path of the machine it was written on, nor anything that looks like a key."""
+    machine = re.compile(r"(?<![\w.])/(?:work|root|home/\w+|Users/\w+)/|\.\./" + "shared" + r"\b")
+    secret = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY|\bAKIA[0-9A-Z]{16}\b|\bhf_[A-Za-z]{30,}|\bghp_\w{30,}")
+    found = []
+    for path in tracked_texts():
+        text = path.read_text(encoding="utf-8", errors="ignore")
+        found += [f"{path.relative_to(ROOT)}: {hit[0]}" for rule in (machine, secret) for hit in rule.finditer(text)]
+    assert found == []
+
+
+DISTRIBUTION = {"yaml": "pyyaml"}
+"""Import names that differ from the name of their distribution."""
+
+
+def test_install_declares_what_is_imported() -> None:
+    """pyproject's dependencies, extras included, are exactly the packages that the code imports."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = [
+        *project["dependencies"],
+        *(each for extra in project["optional-dependencies"].values() for each in extra),
+    ]
+    declared = {re.split(r"[<>=!~\[; ]", each, maxsplit=1)[0].lower() for each in wanted}
+    modules = {
+        module.partition(".")[0]
+        for path in sources(*PACKAGES)
+        for module in imported_modules(iter(ast.walk(tree(path))))
+    }
+    imported = {DISTRIBUTION.get(each, each) for each in modules - set(sys.stdlib_module_names) - set(PACKAGES)}
+    # starlette and numpy come with fastapi and torch, whose interfaces speak in their types.
+    assert imported - {"starlette", "numpy"} == declared
+
+
+def test_versions_are_pinned_once() -> None:
+    """constraints.txt pins every declared dependency, dev ones included, except stubs."""
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    project = pyproject["project"]
+    wanted = [
+        *project["dependencies"],
+        *project["optional-dependencies"]["torch"],
+        *pyproject["dependency-groups"]["dev"],
+    ]
+    names = {re.split(r"[<>=!~\[; ]", each, maxsplit=1)[0] for each in wanted}
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = {line.partition("==")[0] for line in lines if "==" in line}
+    assert {name for name in names if not name.startswith("types-")} <= pinned
