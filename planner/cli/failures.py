@@ -9,7 +9,7 @@ import traceback
 from typing import Any
 
 from planner.cli.console import words
-from planner.errors import PlannerError, RunError
+from planner.errors import PlannerError, RunError, UnsupportedError
 
 DONE, FAILED, BAD_INPUT, INFEASIBLE = 0, 1, 2, 3
 INTERRUPTED = 130
@@ -20,8 +20,12 @@ PIPE_CLOSED = 141
 REPORT_TO = "the issue tracker of this project"
 
 
+TRAINING_PACKAGES = ("torch", "transformers", "safetensors")
+
+
 def report(error: Exception, *, as_json: bool = False) -> int:
     """Tell the user what went wrong, on stderr, and return the exit code."""
+    error = _without_torch(error)
     if os.environ.get("PLANNER_DEBUG") == "1":
         traceback.print_exception(error)
     if as_json:
@@ -30,6 +34,16 @@ def report(error: Exception, *, as_json: bool = False) -> int:
         for line in _lines(error):
             words(line)
     return exit_code(error)
+
+
+def _without_torch(error: Exception) -> Exception:
+    """An installation for planning only is a choice of the user, not a defect."""
+    if not isinstance(error, ModuleNotFoundError) or error.name not in TRAINING_PACKAGES:
+        return error
+    return UnsupportedError(
+        f"this needs {error.name}, which is not installed.",
+        mend="pip install 'planner[torch]', or use a catalogue model.",
+    )
 
 
 def exit_code(error: Exception) -> int:
