@@ -1,1 +1,43 @@
 """Seconds and bytes of any layout: pure functions of profile, cluster and job."""
+
+from planner.cost.compute import price
+from planner.cost.layers import TICK_SECONDS, LayerCost, LayoutCosts, SharedCost, layout_costs
+from planner.cost.memory import StageLayers, reserved_bytes, stage_memory
+from planner.cost.placement import placement, stage_ranks
+from planner.cost.step import (
+    StageMap,
+    Step,
+    choose,
+    durations,
+    evaluate,
+    predict_step,
+    schedule_of,
+    stage_durations,
+    tail_ticks,
+)
+from planner.cost.workload import Workload, workload
+
+__all__ = [
+    "TICK_SECONDS",
+    "LayerCost",
+    "LayoutCosts",
+    "SharedCost",
+    "StageLayers",
+    "StageMap",
+    "Step",
+    "Workload",
+    "choose",
+    "durations",
+    "evaluate",
+    "layout_costs",
+    "placement",
+    "predict_step",
+    "price",
+    "reserved_bytes",
+    "schedule_of",
+    "stage_durations",
+    "stage_memory",
+    "stage_ranks",
+    "tail_ticks",
+    "workload",
+]

@@ -1,0 +1,77 @@
+"""Seconds of collectives over the links that a group really crosses.
+
+Latency-bandwidth model of the ring (Thakur, Rabenseifner, Gropp 2005; Patarasuk, Yuan 2009). For S bytes, n ranks,
+latency a and bandwidth b of one device and direction:
+
+    (L1)  ring reduce-scatter or all-gather   (n - 1) a + (n - 1)/n S/b                     -> ring_seconds()
+    (L2)  all-reduce                          reduce-scatter, then all-gather               -> collective_seconds()
+    (L3)  over nodes with k members each      inside with S, then between the nodes with S/k -> collective_seconds()
+          (hierarchical; every member drives its own network card); members unevenly spread over the nodes run one
+          flat ring at the slower link
+    (L4)  point to point, broadcast           a + S/b                                       -> transfer_seconds()
+    (L5)  all-to-all                          (n - 1) a + (n - 1)/n S/b at the slowest link -> collective_seconds()
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.spec.cluster import Link
+from planner.spec.profile import CollectiveName
+
+_RING_PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """How the members of a communicator lie on the nodes."""
+
+    ranks: int
+    nodes: int
+    ranks_per_node: int
+    """On the fullest node."""
+
+    @property
+    def is_even(self) -> bool:
+        """Every node has the same number of members."""
+        return self.ranks == self.nodes * self.ranks_per_node
+
+
+def group_of(ranks: Sequence[int], devices_per_node: int) -> Group:
+    """Members of a communicator, by global rank; ranks fill the nodes in order."""
+    per_node = Counter(rank // devices_per_node for rank in ranks)
+    return Group(len(ranks), len(per_node), max(per_node.values()))
+
+
+def ring_seconds(size_bytes: float, ranks: int, link: Link) -> float:
+    """One pass round the ring: equation (L1)."""
+    if ranks == 1:
+        return 0.0
+    moved = (ranks - 1) / ranks * size_bytes
+    return (ranks - 1) * link.latency_seconds + moved / link.bandwidth_bytes_per_second
+
+
+def collective_seconds(
+    operation: CollectiveName, size_bytes: float, group: Group, intra_node: Link, inter_node: Link | None
+) -> float:
+    """Seconds of one collective on a full tensor of `size_bytes`: equations (L2) to (L5)."""
+    if group.ranks == 1 or size_bytes == 0:
+        return 0.0
+    between = inter_node or intra_node
+    if operation == "broadcast":
+        return transfer_seconds(size_bytes, intra_node if group.nodes == 1 else between)
+    passes = _RING_PASSES[operation]
+    if group.nodes == 1:
+        return passes * ring_seconds(size_bytes, group.ranks, intra_node)
+    if operation == "all_to_all" or not group.is_even:
+        return passes * ring_seconds(size_bytes, group.ranks, between)
+    inside = ring_seconds(size_bytes, group.ranks_per_node, intra_node)
+    outside = ring_seconds(size_bytes / group.ranks_per_node, group.nodes, between)
+    return passes * (inside + outside)
+
+
+def transfer_seconds(size_bytes: float, link: Link) -> float:
+    """Seconds from one rank to another: equation (L4)."""
+    return link.latency_seconds + size_bytes / link.bandwidth_bytes_per_second

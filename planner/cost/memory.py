@@ -1,0 +1,86 @@
+"""Bytes of every device of a pipeline rank, at its peak.
+
+(M1)  OGP(s)  = sum over the layers of stage s of parameters, gradients and optimizer states; parameters shared by
+                several layers of the stage are stored once. ZeRO stage 1 / 2 / 3 divides optimizer states /
+                gradients / parameters by the data-parallel degree (Rajbhandari et al. 2020).   -> stage_memory()
+(M2)  act(s)  = in_flight(s) * (sum of the layers' saved activations + the stage's output)
+                + micro_batches * (bytes received from the stage before and from the stage behind)
+                in_flight: most micro-batches that are forwarded and not yet backwarded, from the schedule's order;
+                torch's pipeline stage keeps every sent output until its backward, and allocates one receive buffer
+                per micro-batch and direction for the whole run (torch.distributed.pipelining, stage.py)
+(M3)  temp(s) = largest temporary of a layer of the stage
+(M4)  peak(s) = OGP + act + temp + reserved      reserved: context, communicators, allocator overhead
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from planner.cost.layers import LayerCost, LayoutCosts
+from planner.cost.workload import Workload
+from planner.spec.plan import RankMemory
+
+RESERVED_BYTES = 1_600_000_000
+"""Of an accelerator process: CUDA context, NCCL channels, cuBLAS workspace and allocator rounding, order of magnitude;
+a device's own `reserved_bytes` goes before."""
+
+StageLayers = Sequence[tuple[int, LayerCost]]
+"""(layer index, its cost in the chosen recompute mode), in order."""
+
+
+def reserved_bytes(work: Workload) -> int:
+    """Overhead of one process."""
+    known = work.device.reserved_bytes
+    return RESERVED_BYTES if known is None else known
+
+
+def stage_memory(costs: LayoutCosts, stages: Sequence[StageLayers], in_flight: Sequence[int]) -> tuple[RankMemory, ...]:
+    """Memory of every pipeline rank: equations (M1) to (M4)."""
+    return tuple(_rank_memory(costs, stages, index, in_flight[index]) for index in range(len(stages)))
+
+
+def _rank_memory(costs: LayoutCosts, stages: Sequence[StageLayers], index: int, in_flight: int) -> RankMemory:
+    layers = [cost for _, cost in stages[index]]
+    parameters = sum(cost.parameters_bytes for cost in layers)
+    gradients = sum(cost.gradients_bytes for cost in layers)
+    optimizer = sum(cost.optimizer_bytes for cost in layers)
+    held = {layer for layer, _ in stages[index]}
+    for shared in costs.shared:
+        repeated = max(0, len(held.intersection(shared.layers)) - 1)
+        parameters -= repeated * shared.parameters_bytes
+        gradients -= repeated * shared.gradients_bytes
+        optimizer -= repeated * shared.optimizer_bytes
+    activations = in_flight * (sum(cost.activation_bytes for cost in layers) + outgoing_bytes(costs, stages, index))
+    activations += costs.micro_batches * buffer_bytes(costs, stages, index)
+    temporary = max(cost.temporary_bytes for cost in layers)
+    reserved = reserved_bytes(costs.work)
+    return RankMemory(
+        pipeline_rank=index,
+        parameters_bytes=parameters,
+        gradients_bytes=gradients,
+        optimizer_bytes=optimizer,
+        activations_bytes=activations,
+        temporary_bytes=temporary,
+        reserved_bytes=reserved,
+        peak_bytes=parameters + gradients + optimizer + activations + temporary + reserved,
+        capacity_bytes=costs.work.capacity_bytes,
+    )
+
+
+def outgoing_bytes(costs: LayoutCosts, stages: Sequence[StageLayers], index: int) -> int:
+    """What a stage puts out per micro-batch: to the next stage, or the model's output."""
+    last_layer = stages[index][-1][0]
+    return costs.boundary_bytes(last_layer)
+
+
+def buffer_bytes(costs: LayoutCosts, stages: Sequence[StageLayers], index: int) -> int:
+    """Receive buffers of a stage per micro-batch: activations from the stage before, gradients from the one behind."""
+    before = outgoing_bytes(costs, stages, index - 1) if index > 0 else 0
+    behind = outgoing_bytes(costs, stages, index) if index < len(stages) - 1 else 0
+    return before + behind
+
+
+def shared_on_several_stages(stages: Iterable[StageLayers], layers: Sequence[int]) -> tuple[int, ...]:
+    """Stages that hold one of these layers, if they are more than one."""
+    holders = tuple(s for s, stage in enumerate(stages) if {layer for layer, _ in stage}.intersection(layers))
+    return holders if len(holders) > 1 else ()

@@ -1,0 +1,149 @@
+"""One training step of a layout and stage map: simulate the schedule, add what follows it, say where the time goes.
+
+    (S1)  F(s) = sum of f(l) over the stage's layers, B(s) = sum of b(l, r)                    -> stage_ticks()
+    (S2)  schedule with F, B and transfers c(s) between neighbours -> end(p) of pipeline rank p -> simulate
+    (S3)  tail(p) = reduction latency + sum of g(l) + exchange of parameters shared with another stage
+                    + sum of u(l); what several layers of the stage share is reduced and updated once
+                                                                                               -> tail_ticks()
+    (S4)  step = max over p of end(p) + tail(p)                                                 -> evaluate()
+
+The breakdown tells the parts of the rank that ends last; the bubble is what that rank idles with transfers for free,
+and `pipeline_seconds` what the transfers add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.cost.layers import TICK_SECONDS, LayerCost, LayoutCosts, layout_costs
+from planner.cost.memory import StageLayers, shared_on_several_stages, stage_memory
+from planner.cost.workload import workload
+from planner.schedule import Durations, Schedule, Simulation, build, in_flight_per_stage, simulate
+from planner.spec.plan import Breakdown, Plan, Prediction
+from planner.spec.profile import ModelProfile, RecomputeMode
+
+StageMap = Sequence[Sequence[tuple[int, RecomputeMode]]]
+"""Per stage: (layer index, recompute mode) of its layers, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A priced step, in ticks."""
+
+    total_ticks: int
+    last_rank: int
+    """Pipeline rank that ends last."""
+    simulation: Simulation
+    tails: tuple[int, ...]
+
+
+def schedule_of(costs: LayoutCosts) -> Schedule:
+    """The layout's schedule for its micro-batches."""
+    layout = costs.layout
+    return build(layout.schedule, ranks=layout.pipeline_parallel_degree, micro_batches=costs.micro_batches)
+
+
+def choose(costs: LayoutCosts, stage_map: StageMap) -> tuple[StageLayers, ...]:
+    """The cost of every layer in its chosen mode."""
+    return tuple(tuple((layer, costs.layers[layer][mode]) for layer, mode in stage) for stage in stage_map)
+
+
+def durations(costs: LayoutCosts, stages: Sequence[StageLayers], *, transfers: bool = True) -> Durations:
+    """Ticks per stage for the simulator: equation (S1); without transfers to tell what they cost."""
+    boundaries = len(stages) - 1
+    moves = [costs.transfer_ticks(s, stages[s][-1][0]) if transfers else 0 for s in range(boundaries)]
+    weight = [sum(cost.backward_weight_ticks for _, cost in stage) for stage in stages]
+    recompute = [sum(cost.recompute_ticks for _, cost in stage) for stage in stages]
+    backward = [sum(cost.backward_ticks for _, cost in stage) for stage in stages]
+    return Durations(
+        forward=tuple(sum(cost.forward_ticks for _, cost in stage) for stage in stages),
+        backward_input=tuple(b - w - r for b, w, r in zip(backward, weight, recompute, strict=True)),
+        backward_weight=tuple(weight),
+        recompute=tuple(recompute),
+        transfer_forward=tuple(moves),
+        transfer_backward=tuple(moves),
+    )
+
+
+def tail_ticks(costs: LayoutCosts, stages: Sequence[StageLayers]) -> tuple[tuple[int, int], ...]:
+    """(gradient reduction, optimizer) of every pipeline rank: equation (S3)."""
+    return tuple(_tail(costs, stages, index) for index in range(len(stages)))
+
+
+def _tail(costs: LayoutCosts, stages: Sequence[StageLayers], index: int) -> tuple[int, int]:
+    reduction = costs.reduction_latency_ticks + sum(cost.reduction_ticks for _, cost in stages[index])
+    optimizer = sum(cost.optimizer_ticks for _, cost in stages[index])
+    held = {layer for layer, _ in stages[index]}
+    for shared in costs.shared:
+        repeated = max(0, len(held.intersection(shared.layers)) - 1)
+        optimizer -= repeated * shared.tail_ticks
+        if index in shared_on_several_stages(stages, shared.layers):
+            reduction += shared.exchange_ticks
+    return reduction, optimizer
+
+
+def evaluate(costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]) -> Step:
+    """Ticks of one step: equations (S2) and (S4)."""
+    simulation = simulate(schedule, durations(costs, stages))
+    tails = tuple(sum(parts) for parts in tail_ticks(costs, stages))
+    totals = [int(end) + tail for end, tail in zip(simulation.end_seconds, tails, strict=True)]
+    total = max(totals)
+    return Step(total, totals.index(total), simulation, tails)
+
+
+def predict_step(costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]) -> Prediction:
+    """Time and memory of one step."""
+    step = evaluate(costs, schedule, stages)
+    seconds = step.total_ticks * TICK_SECONDS
+    job = costs.work.job
+    per_sample = job.sequence_length or 1
+    return Prediction(
+        step_seconds=seconds,
+        tokens_per_second=job.global_batch_size * per_sample / seconds,
+        mfu=_mfu(costs, stages, seconds),
+        bubble_fraction=step.simulation.bubble_fraction,
+        breakdown=_breakdown(costs, schedule, stages, step),
+        memory=stage_memory(costs, stages, in_flight_per_stage(schedule)),
+    )
+
+
+def _mfu(costs: LayoutCosts, stages: Sequence[StageLayers], seconds: float) -> float | None:
+    """Model FLOPs utilisation (Chowdhery et al. 2022, PaLM, appendix B): recomputation does not count."""
+    work, layout = costs.work, costs.layout
+    peak = work.device.peak_flops_per_second.get(work.profile.dtype)
+    if peak is None:
+        return None
+    one_micro_batch = sum(cost.model_flops for stage in stages for _, cost in stage)
+    flops = one_micro_batch * costs.micro_batches * layout.tensor_parallel_degree * layout.data_parallel_degree
+    return flops / (seconds * layout.devices * peak)
+
+
+def _breakdown(costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers], step: Step) -> Breakdown:
+    rank, count = step.last_rank, costs.micro_batches
+    layers: list[LayerCost] = [cost for _, cost in stages[rank]]
+    reduction, optimizer = tail_ticks(costs, stages)[rank]
+    free = simulate(schedule, durations(costs, stages, transfers=False))
+    busy = count * sum(cost.forward_ticks + cost.backward_ticks for cost in layers)
+    free_end, end = int(free.end_seconds[rank]), int(step.simulation.end_seconds[rank])
+    return Breakdown(
+        compute_seconds=TICK_SECONDS
+        * count
+        * sum(cost.forward_compute_ticks + cost.backward_compute_ticks for cost in layers),
+        recompute_seconds=TICK_SECONDS * count * sum(cost.recompute_ticks for cost in layers),
+        tensor_parallel_seconds=TICK_SECONDS * count * sum(cost.communication_ticks for cost in layers),
+        pipeline_seconds=TICK_SECONDS * (end - free_end),
+        data_parallel_seconds=TICK_SECONDS * reduction,
+        optimizer_seconds=TICK_SECONDS * optimizer,
+        bubble_seconds=TICK_SECONDS * (free_end - busy),
+    )
+
+
+def stage_durations(plan: Plan, profile: ModelProfile) -> Durations:
+    """Seconds of every stage of a plan, as the simulator takes them."""
+    costs = layout_costs(workload(profile, plan.request.cluster, plan.request.job), plan.layout)
+    order = {layer.name: index for index, layer in enumerate(profile.layers)}
+    stage_map = [[(order[layer.name], layer.recompute) for layer in stage.layers] for stage in plan.stages]
+    in_ticks = durations(costs, choose(costs, stage_map))
+    fields = {name: getattr(in_ticks, name) for name in in_ticks.__slots__}
+    return Durations(**{name: tuple(value * TICK_SECONDS for value in values) for name, values in fields.items()})

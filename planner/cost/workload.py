@@ -1,0 +1,166 @@
+"""What is to be priced: a profile, a cluster and a job that have been checked to belong together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from planner.errors import DocumentError, MismatchError, UnsupportedError
+from planner.spec.cluster import Cluster, DeviceSpec, Link
+from planner.spec.devices import find_device, links_of
+from planner.spec.job import COMPUTE_TYPE, Job
+from planner.spec.profile import LayerProfile, Measurement, ModelProfile, RecomputeMode
+from planner.spec.recipes import OgpRecipe, recipe
+
+COUNTED = "counted"
+"""`ModelProfile.device` of a profile without seconds."""
+RecomputeModes = tuple[RecomputeMode, ...]
+_MODES: RecomputeModes = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A profile, cluster and job that belong together."""
+
+    profile: ModelProfile
+    cluster: Cluster
+    job: Job
+    device: DeviceSpec
+    intra_node: Link
+    inter_node: Link | None
+    nodes: int
+    devices_per_node: int
+
+    @property
+    def devices(self) -> int:
+        """Number of devices of the cluster."""
+        return self.nodes * self.devices_per_node
+
+    @property
+    def recipe(self) -> OgpRecipe:
+        """Bytes per parameter of this precision and optimizer."""
+        return recipe(self.job.precision, self.job.optimizer)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What the job may use of a device: its memory less the headroom."""
+        headroom = self.job.memory_headroom
+        kept = headroom * self.device.memory_bytes if headroom < 1 else headroom
+        return int(self.device.memory_bytes - kept)
+
+    @cached_property
+    def rows(self) -> dict[tuple[int, int], tuple[dict[RecomputeMode, Measurement], ...]]:
+        """By (micro-batch size, tensor-parallel degree): every layer's measurements by recompute mode.
+
+        Only combinations that all layers have, at the job's sequence length. Identical layers share one dict.
+        """
+        shared: dict[int, dict[tuple[int, int], dict[RecomputeMode, Measurement]]] = {}
+        tables = []
+        for layer in self.profile.layers:
+            key = id(layer.measurements)
+            if key not in shared:
+                shared[key] = _rows_by_size(layer, self.job.sequence_length)
+            tables.append(shared[key])
+        sizes = set(tables[0]).intersection(*tables[1:])
+        return {size: tuple(table[size] for table in tables) for size in sorted(sizes)}
+
+
+def _rows_by_size(layer: LayerProfile, sequence_length: int) -> dict[tuple[int, int], dict[RecomputeMode, Measurement]]:
+    table: dict[tuple[int, int], dict[RecomputeMode, Measurement]] = {}
+    for row in layer.measurements:
+        if row.sequence_length == sequence_length:
+            table.setdefault((row.micro_batch_size, row.tensor_parallel_degree), {})[row.recompute] = row
+    return table
+
+
+def workload(profile: ModelProfile, cluster: Cluster, job: Job) -> Workload:
+    """Check that the three documents belong together.
+
+    Raises:
+        MismatchError: the profile was taken at another precision, sequence length or device.
+        UnsupportedError: the cluster has several node groups.
+        UnknownNameError, DocumentError: a device or link that the catalogue does not have.
+    """
+    if len(cluster.node_groups) > 1:
+        raise UnsupportedError(
+            f"{len(cluster.node_groups)} node groups: heterogeneous clusters cannot be planned yet.",
+            field="cluster.node_groups",
+            mend="plan each group of equal nodes by itself.",
+        )
+    group = cluster.node_groups[0]
+    device = find_device(group.device, field="cluster.node_groups[0].device")
+    intra_node, inter_node = links_of(group, field="cluster.node_groups[0]")
+    result = Workload(
+        profile=profile,
+        cluster=cluster,
+        job=job,
+        device=device,
+        intra_node=intra_node,
+        inter_node=inter_node,
+        nodes=group.nodes,
+        devices_per_node=group.devices_per_node,
+    )
+    _check_precision(result)
+    _check_device(result)
+    _check_headroom(result)
+    _check_rows(result)
+    return result
+
+
+def _check_precision(work: Workload) -> None:
+    wanted = COMPUTE_TYPE[work.job.precision]
+    if work.profile.dtype != wanted:
+        raise MismatchError(
+            f"precision {work.job.precision!r} computes in {wanted}, the profile was taken in {work.profile.dtype}.",
+            field="job.precision",
+            mend=f"profile the model with --dtype {wanted}, or choose a precision of {work.profile.dtype}.",
+        )
+
+
+def _check_device(work: Workload) -> None:
+    measured_on = work.profile.device
+    if measured_on not in (COUNTED, work.device.id):
+        raise MismatchError(
+            f"the profile holds seconds of device {measured_on!r}, but the cluster has {work.device.id!r}.",
+            field="cluster.node_groups[0].device",
+            mend="profile the model on that device, or with --device analytic:" + work.device.id + ".",
+        )
+    compute_type = work.profile.dtype
+    if measured_on == COUNTED and compute_type not in work.device.peak_flops_per_second:
+        known = ", ".join(work.device.peak_flops_per_second) or "none"
+        raise MismatchError(
+            f"device {work.device.id!r} has no peak for {compute_type} (known: {known}) to price counted FLOPs with.",
+            field="job.precision",
+            mend="choose a precision that the device has, measure a profile on it, or give the peak inline.",
+        )
+    if measured_on == COUNTED and work.device.memory_bandwidth_bytes_per_second is None:
+        raise DocumentError(
+            "the device has no memory bandwidth, so memory-bound operations have no price.",
+            field="cluster.node_groups[0].device.memory_bandwidth_bytes_per_second",
+            mend="add it, or measure a profile on the device.",
+        )
+
+
+def _check_headroom(work: Workload) -> None:
+    if work.capacity_bytes <= 0:
+        raise DocumentError(
+            f"leaves nothing of the device's {work.device.memory_bytes} bytes, got {work.job.memory_headroom}.",
+            field="job.memory_headroom",
+            mend="give a fraction below 1, or fewer bytes than the device has.",
+        )
+
+
+def _check_rows(work: Workload) -> None:
+    lengths = sorted({row.sequence_length for layer in work.profile.layers for row in layer.measurements})
+    if not work.rows:
+        raise MismatchError(
+            f"the profile of {work.profile.model!r} has no measurements that all layers share at sequence length "
+            f"{work.job.sequence_length}; it has {', '.join(map(str, lengths))}.",
+            field="job.sequence_length",
+            mend="profile the model at this length, or choose one that the profile has.",
+        )
+
+
+def modes_of(rows: dict[RecomputeMode, Measurement]) -> RecomputeModes:
+    """Recompute modes that a layer offers, from least to most recomputation."""
+    return tuple(mode for mode in _MODES if mode in rows)

@@ -1,0 +1,220 @@
+"""From request to plan: space -> bounds -> solve -> simulate -> plan. The search's front door."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from planner import __version__
+from planner.cost import (
+    LayoutCosts,
+    StageMap,
+    Workload,
+    choose,
+    layout_costs,
+    placement,
+    predict_step,
+    schedule_of,
+    stage_ranks,
+    workload,
+)
+from planner.errors import LayoutError, MismatchError
+from planner.schedule import canonical_name
+from planner.search.explain import alternatives, explanation, misses, predictions, with_recompute
+from planner.search.inside import Outcome, solve_layout
+from planner.search.result import Callbacks, Found
+from planner.search.runs import allowed_modes, runs_of
+from planner.search.solve import search
+from planner.search.space import Space, layouts
+from planner.spec.cluster import Cluster
+from planner.spec.document import digest
+from planner.spec.job import Job
+from planner.spec.layout import Layout, PredictionLayout
+from planner.spec.plan import Forecast, Infeasible, Options, Plan, PlannedLayer, PlanRequest, RankMemory, Stage
+from planner.spec.profile import ModelProfile, RecomputeMode
+
+_MISS_SECONDS = 4.0
+"""Time to find the nearest misses when nothing fits."""
+_PREDICT_SECONDS = 60.0
+
+
+def make_request(
+    profile: ModelProfile, cluster: Cluster, job: Job, options: Options | None = None, *, model: str | None = None
+) -> PlanRequest:
+    """The canonical request; its `id` is the id of the plan that answers it.
+
+    Args:
+        profile: of the model; carried in the request unless `model` tells where it came from.
+        cluster: what the job may use.
+        job: what is to be trained.
+        options: how to search.
+        model: catalogue name that the profile was derived from.
+    """
+    return PlanRequest(
+        model=model,
+        profile_id=digest(profile),
+        profile=None if model else profile,
+        cluster=cluster,
+        job=job,
+        options=options or Options(),
+        planner_version=__version__,
+    )
+
+
+def plan(request: PlanRequest, profile: ModelProfile, *, callbacks: Callbacks | None = None) -> Plan | Infeasible:
+    """The fastest plan, proven; or why none fits.
+
+    Raises:
+        SpecError: the documents do not belong together, or ask for what cannot be run.
+    """
+    if digest(profile) != request.profile_id:
+        raise MismatchError(
+            f"the request was made for profile {request.profile_id[:12]}, not {digest(profile)[:12]}.",
+            field="profile",
+            mend="give the profile that the request names.",
+        )
+    work = workload(profile, request.cluster, request.job)
+    space = layouts(work)
+    if not space.layouts:
+        return Infeasible(reasons=space.reasons)
+    found = search(work, space.layouts, request.options, callbacks or Callbacks())
+    return _answer(request, work, space, found)
+
+
+def _answer(request: PlanRequest, work: Workload, space: Space, found: Found) -> Plan | Infeasible:
+    if not found.candidates:
+        return _infeasible(work, space, found)
+    best, priced = found.candidates[0], predictions(found.candidates)
+    layout = with_recompute(best)
+    return Plan(
+        id=request.id,
+        layout=layout,
+        micro_batches=best.costs.micro_batches,
+        stages=stages_of(best.costs, best.stage_map),
+        placement=placement(layout, work.devices_per_node),
+        prediction=priced[0],
+        search=found.report,
+        alternatives=alternatives(found, priced),
+        explanation=explanation(best, priced[0], found),
+        actions=best.schedule.to_text(),
+        request=request,
+    )
+
+
+def stages_of(costs: LayoutCosts, stage_map: StageMap) -> tuple[Stage, ...]:
+    """The stage map as it stands in a plan."""
+    layers = costs.work.profile.layers
+    return tuple(
+        Stage(
+            index=index,
+            pipeline_rank=index,
+            layers=tuple(
+                PlannedLayer(name=layers[layer].name, modules=layers[layer].modules, recompute=mode)
+                for layer, mode in stage
+            ),
+            ranks=stage_ranks(costs.layout, index),
+        )
+        for index, stage in enumerate(stage_map)
+    )
+
+
+def _infeasible(work: Workload, space: Space, found: Found) -> Infeasible:
+    nearest = misses(found, _MISS_SECONDS)
+    if not found.report.optimal:
+        reason = f"no plan was found within the time limit over {len(space.layouts)} layouts; there may be one"
+    else:
+        reason = (
+            f"none of the {len(space.layouts)} layouts fits {work.device.id}: every stage map needs more than the "
+            f"{work.capacity_bytes} bytes that the job may use of a device ({work.device.memory_bytes} less the headroom)"
+        )
+    advice = [
+        f"nearest: pipeline rank {miss.pipeline_rank} of data {miss.layout.data_parallel_degree} x tensor "
+        f"{miss.layout.tensor_parallel_degree} x pipeline {miss.layout.pipeline_parallel_degree}, micro-batch "
+        f"{miss.layout.micro_batch_size}, needs {miss.needed_bytes} bytes, {miss.missing_bytes} too many"
+        for miss in nearest[:1]
+    ]
+    return Infeasible(reasons=(reason, *advice), nearest=nearest, search=found.report)
+
+
+def predict(
+    profile: ModelProfile, cluster: Cluster, job: Job, layout: PredictionLayout, *, model: str | None = None
+) -> Forecast:
+    """Time and memory of one given layout, whether it fits or not.
+
+    Without `layers_per_stage`, the stage map is the fastest for this layout that fits, else the fastest at all.
+
+    Raises:
+        LayoutError: the degrees, batch or layers per stage do not fit together.
+        SpecError: the documents do not belong together.
+    """
+    work = workload(profile, cluster, job)
+    plain = Layout.model_validate(
+        layout.model_dump(exclude={"layers_per_stage"}) | {"schedule": canonical_name(layout.schedule)}
+    )
+    costs = layout_costs(work, plain)
+    _check_stages(layout, costs)
+    stage_map = _given(costs, layout) if layout.layers_per_stage else _fastest(costs)
+    return _forecast(costs, stage_map)
+
+
+def _check_stages(layout: PredictionLayout, costs: LayoutCosts) -> None:
+    stages, layer_count = layout.pipeline_parallel_degree, len(costs.layers)
+    if stages > layer_count:
+        raise LayoutError(
+            f"pipeline_parallel_degree({stages}) is more than the model's {layer_count} layers.",
+            field="layout.pipeline_parallel_degree",
+            mend=f"use at most {layer_count}.",
+        )
+    given = layout.layers_per_stage
+    if given is None:
+        return
+    if len(given) != stages or sum(given) != layer_count or min(given) < 1:
+        raise LayoutError(
+            f"layers_per_stage {list(given)} has {len(given)} stages with {sum(given)} layers; the layout has "
+            f"pipeline_parallel_degree({stages}) and the model {layer_count} layers.",
+            field="layout.layers_per_stage",
+            mend="give one positive count per stage that add up to the model's layers.",
+        )
+
+
+def _given(costs: LayoutCosts, layout: PredictionLayout) -> StageMap:
+    wish: RecomputeMode = "full" if layout.recompute == "per-layer" else layout.recompute
+    layers = iter(range(len(costs.layers)))
+    return tuple(
+        tuple((layer, wish if wish in costs.layers[layer] else "none") for layer in islice(layers, count))
+        for count in layout.layers_per_stage or ()
+    )
+
+
+def _fastest(costs: LayoutCosts) -> StageMap:
+    schedule = schedule_of(costs)
+    wish = (costs.layout.recompute,)
+    runs = runs_of(costs, allowed_modes(costs, wish))
+    for fits in (True, False):
+        inside = solve_layout(
+            costs, schedule, runs, limit_ticks=None, seconds_left=lambda: _PREDICT_SECONDS, must_fit=fits
+        )
+        if inside.stage_map is not None and inside.outcome is Outcome.SOLVED:
+            return inside.stage_map
+    raise LayoutError("no stage map could be found in time.", field="layout", mend="give layers_per_stage.")
+
+
+def _forecast(costs: LayoutCosts, stage_map: StageMap) -> Forecast:
+    schedule = schedule_of(costs)
+    stages = choose(costs, stage_map)
+    prediction = predict_step(costs, schedule, stages)
+    too_full = tuple(_overflow(row) for row in prediction.memory if row.peak_bytes > row.capacity_bytes)
+    return Forecast(
+        layout=costs.layout,
+        micro_batches=costs.micro_batches,
+        stages=stages_of(costs, stage_map),
+        prediction=prediction,
+        fits=not too_full,
+        reasons=too_full,
+    )
+
+
+def _overflow(row: RankMemory) -> str:
+    return (
+        f"pipeline rank {row.pipeline_rank} needs {row.peak_bytes} bytes, {row.peak_bytes - row.capacity_bytes} more "
+        f"than the {row.capacity_bytes} that the job may use"
+    )

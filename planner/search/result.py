@@ -1,0 +1,55 @@
+"""What the search hands out while it runs and when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from planner.cost import LayoutCosts, StageMap, Step
+from planner.schedule import Schedule
+from planner.spec.plan import SearchReport
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a running search stands."""
+
+    layouts_considered: int
+    layouts_done: int
+    incumbent_seconds: float | None
+    lower_bound_seconds: float
+    gap: float | None
+    elapsed_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Callbacks:
+    """What the caller of a search may hang on it; the search itself knows no HTTP and no terminal."""
+
+    on_progress: Callable[[Progress], None] | None = None
+    should_stop: Callable[[], bool] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A solved layout: its best stage map."""
+
+    costs: LayoutCosts
+    schedule: Schedule
+    stage_map: StageMap
+    step: Step
+
+    @property
+    def ticks(self) -> int:
+        """Its step."""
+        return self.step.total_ticks
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Result of the search over layouts: best first, with the proof."""
+
+    candidates: tuple[Candidate, ...]
+    report: SearchReport
+    unfit: tuple[LayoutCosts, ...]
+    """Layouts of which no stage map fits; filled only when nothing fits at all."""
