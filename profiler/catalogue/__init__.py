@@ -1,0 +1,67 @@
+"""The model catalogue: one JSON file per model, with its configuration, published figures and their citations.
+
+Reading it needs no torch, so `planner models` and planning for a catalogue model start at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from pydantic import Field
+
+from planner.errors import UnknownNameError
+from planner.spec.document import Document, parse
+
+
+class CatalogueEntry(Document):
+    """A published model."""
+
+    name: str
+    family: str
+    parameters: int = Field(gt=0)
+    """Trained parameters (elements) of the architecture, tied ones once."""
+    published_parameters: int = Field(gt=0)
+    """The same as its authors state it, usually rounded."""
+    layers: int = Field(gt=0)
+    """Repeated blocks of a transformer; weighted layers of a convolutional network, as its name counts them."""
+    longest_sequence: int = Field(default=0, ge=0)
+    """Tokens; 0 for models without a sequence."""
+    citation: str
+    """Where the figures stand."""
+    config: dict[str, Any] | None = None
+    """Hugging Face configuration; None for a convolutional network."""
+    vision: dict[str, Any] | None = None
+    """What `profiler.vision` builds; None for a transformer."""
+
+
+@cache
+def names() -> tuple[str, ...]:
+    """Names of all catalogue models, smallest first."""
+    stems = [path.name.removesuffix(".json") for path in files(__name__).iterdir() if path.name.endswith(".json")]
+    return tuple(sorted(stems, key=lambda name: (_read(name).parameters, name)))
+
+
+def entry(name: str) -> CatalogueEntry:
+    """The catalogue entry of this name.
+
+    Raises:
+        UnknownNameError: there is none; lists close matches.
+    """
+    if name not in names():
+        close = difflib.get_close_matches(name, names(), n=5, cutoff=0.4)
+        raise UnknownNameError(
+            f"no model {name!r} in the catalogue, and no such file.",
+            field="model",
+            mend=f"did you mean {', '.join(close)}?" if close else f"use one of {', '.join(names())}.",
+        )
+    return _read(name)
+
+
+@cache
+def _read(name: str) -> CatalogueEntry:
+    text = files(__name__).joinpath(f"{name}.json").read_text(encoding="utf-8")
+    return parse(CatalogueEntry, json.loads(text), where=name)

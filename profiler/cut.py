@@ -1,0 +1,288 @@
+"""Cut a model into layers, and keep only a run of them: a stage.
+
+A stage is made from the whole model by taking away what other stages own, so parameters keep the names they have in
+the user's model: checkpoints and seeds agree whatever the split. This works on a meta model, so that a rank never holds
+the parameters of another stage.
+
+Two forms of models are known: `nn.Sequential` (as torchgpipe's GPipe takes it), where every child is a layer, and the
+transformers of Hugging Face (`profiler.transformer_cut`). Others are refused rather than split by a guess.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import checkpoint
+
+from planner.errors import LayoutError, UnsupportedError
+from planner.spec.profile import SharedParameters
+
+
+@dataclass(frozen=True, slots=True)
+class CutLayer:
+    """The smallest unit that may be placed."""
+
+    name: str
+    kind: str
+    """Layers of one kind have the same structure, shapes and input: they are counted and measured once."""
+    modules: tuple[str, ...]
+    """Qualified names in the user's model; everything below them belongs to the layer."""
+    recomputable: bool = True
+    """May keep only its input and run its forward again in the backward."""
+
+
+class Chain(Protocol):
+    """A model as a chain of layers, each taking the output of the one before."""
+
+    def stage(self, model: nn.Module, start: int, stop: int) -> nn.Module:
+        """Take all layers but start..stop (exclusive) out of the model, in place; forward(x) -> y of what is left."""
+
+    def outputs(self, model: nn.Module, inputs: Tensor) -> tuple[Tensor, ...]:
+        """The output of every layer of the whole model."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCut:
+    """The layers of a model, in the order they run."""
+
+    layers: tuple[CutLayer, ...]
+    shared_parameters: tuple[SharedParameters, ...]
+    chain: Chain = field(repr=False)
+
+    def stage(self, model: nn.Module, start: int, stop: int, *, recompute: frozenset[int] = frozenset()) -> nn.Module:
+        """The part of `model` that holds layers start..stop (exclusive). The model is used up: build one per stage.
+
+        The stage's forward takes one tensor: what the model takes (token ids, images) for the first layer, the output
+        of the layer before otherwise; it returns the output of its last layer, logits for the last layer of all. The
+        returned tensor is never a view, which torch.distributed.pipelining cannot detach in place.
+        A shared parameter whose owner stands in another stage is kept as this stage's own copy, under its own name.
+
+        Args:
+            recompute: indices (of `layers`) that keep only their input and run their forward again in the backward
+                (torch.utils.checkpoint; Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost").
+
+        Raises:
+            LayoutError: no such range of layers, or a recomputed layer outside of it.
+            UnsupportedError: a recomputed layer that cannot be.
+        """
+        self._check(start, stop, recompute)
+        stage = self.chain.stage(model, start, stop)
+        for index in sorted(recompute):
+            for name in self.layers[index].modules:
+                _recompute(stage.get_submodule(name))
+        return stage
+
+    def _check(self, start: int, stop: int, recompute: frozenset[int]) -> None:
+        if not 0 <= start < stop <= len(self.layers):
+            raise LayoutError(
+                f"there is no stage of the layers {start} to {stop} (exclusive): the model has {len(self.layers)}.",
+                field="stages",
+                mend=f"give 0 <= start < stop <= {len(self.layers)}.",
+            )
+        for index in recompute:
+            if not start <= index < stop:
+                raise LayoutError(
+                    f"layer {index} is to be recomputed, but the stage holds the layers {start} to {stop} (exclusive).",
+                    field="recompute",
+                    mend="name only layers of the stage.",
+                )
+            if not self.layers[index].recomputable:
+                raise UnsupportedError(
+                    f"layer {self.layers[index].name!r} cannot be recomputed.",
+                    field="recompute",
+                    mend="recompute other layers; those with a `full` row in the profile can be.",
+                )
+
+
+def cut_model(model: nn.Module, inputs: Tensor) -> LayerCut:
+    """The layers of a model.
+
+    Args:
+        model: the model on the meta device (it is run once); its class tells how it is cut.
+        inputs: meta tensor that the model takes.
+
+    Raises:
+        UnsupportedError: the model is neither `nn.Sequential` nor a transformer with one list of blocks.
+    """
+    if isinstance(model, nn.Sequential):
+        return _cut_sequential(model, inputs)
+    if hasattr(model, "base_model") and hasattr(model, "config"):
+        from profiler.transformer_cut import cut_transformer
+
+        return cut_transformer(model, inputs)
+    raise UnsupportedError(
+        f"{type(model).__name__} is no chain of layers that is known here.",
+        field="model",
+        mend="return an nn.Sequential, or a transformers model for causal or masked language modelling.",
+    )
+
+
+def layer_outputs(model: nn.Module, cut: LayerCut, inputs: Tensor) -> tuple[Tensor, ...]:
+    """The output of every layer. The model is whole and on the device of the inputs."""
+    return cut.chain.outputs(model, inputs)
+
+
+class SequentialStage(nn.Sequential):
+    """Some children of an `nn.Sequential`, under their own names."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Run the children one after the other."""
+        return detachable(super().forward(input))  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class SequentialChain:
+    """Every child is a layer."""
+
+    names: tuple[str, ...]
+
+    def stage(self, model: nn.Module, start: int, stop: int) -> nn.Module:
+        """A new container of the children start..stop."""
+        return SequentialStage(OrderedDict((name, model.get_submodule(name)) for name in self.names[start:stop]))
+
+    def outputs(self, model: nn.Module, inputs: Tensor) -> tuple[Tensor, ...]:
+        """Run the children one by one."""
+        outputs = []
+        for name in self.names:
+            inputs = model.get_submodule(name)(inputs)
+            outputs.append(inputs)
+        return tuple(outputs)
+
+
+def _cut_sequential(model: nn.Sequential, inputs: Tensor) -> LayerCut:
+    names = tuple(name for name, _ in model.named_children())
+    chain = SequentialChain(names)
+    outputs = _chain_of_tensors(chain, model, inputs)
+    signatures = [
+        (signature(model.get_submodule(name)), tuple(given.shape), given.dtype)
+        for name, given in zip(names, (inputs, *outputs), strict=False)
+    ]
+    kinds = name_kinds(signatures, [type(model.get_submodule(name)).__name__ for name in names])
+    layers = tuple(
+        # The loss belongs to the last layer and keeps its output, so recomputing that layer would save nothing.
+        CutLayer(name, kind, (name,), recomputable=index < len(names) - 1)
+        for index, (name, kind) in enumerate(zip(names, kinds, strict=True))
+    )
+    return LayerCut(layers, find_shared_parameters(model, layers), chain)
+
+
+def _chain_of_tensors(chain: SequentialChain, model: nn.Module, inputs: Tensor) -> tuple[Tensor, ...]:
+    try:
+        outputs = chain.outputs(model, inputs)
+    except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError) as error:
+        raise UnsupportedError(
+            f"the model does not run on meta tensors of shape {tuple(inputs.shape)}: {str(error).splitlines()[0]}",
+            field="model",
+            mend="return example inputs that the model takes, and avoid operations that read values.",
+        ) from error
+    for name, output in zip(chain.names, outputs, strict=True):
+        if not (isinstance(output, Tensor) and output.is_floating_point()):
+            raise UnsupportedError(
+                f"layer {name!r} returns no floating-point tensor, so it cannot end a stage.",
+                field="model",
+                mend="merge it with the next layer into one child of the nn.Sequential.",
+            )
+    return outputs
+
+
+def find_shared_parameters(model: nn.Module, layers: Iterable[CutLayer]) -> tuple[SharedParameters, ...]:
+    """Parameters that modules of several layers hold, such as tied embeddings (Press and Wolf 2017)."""
+    layer_of = {module: layer.name for layer in layers for module in layer.modules}
+    names_by_parameter: dict[int, list[str]] = {}
+    elements: dict[int, int] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_by_parameter.setdefault(id(parameter), []).append(name)
+        elements[id(parameter)] = parameter.numel()
+    shared = []
+    for key, names in names_by_parameter.items():
+        users = tuple(dict.fromkeys(_owner(name, layer_of) for name in names))
+        if len(users) > 1:
+            shared.append(SharedParameters(names=tuple(names), layers=users, parameters=elements[key]))
+    return tuple(shared)
+
+
+def _owner(name: str, layer_of: dict[str, str]) -> str:
+    """The layer that a qualified parameter name belongs to."""
+    while name not in layer_of:
+        name = name.rpartition(".")[0]
+    return layer_of[name]
+
+
+PLACE_ATTRIBUTES = frozenset({"layer_idx", "layer_id", "layer_number", "training"})
+"""Attributes that tell where a block stands, not what it does."""
+
+
+def signature(module: nn.Module) -> tuple[Any, ...]:
+    """All that decides what a module costs: classes, settings and shapes of everything below it."""
+    rows = []
+    for name, part in module.named_modules():
+        shapes = tuple((key, tuple(value.shape)) for key, value in (*_parameters(part), *_buffers(part)))
+        rows.append((name, type(part).__qualname__, part.extra_repr(), shapes, tuple(_settings(part))))
+    return tuple(rows)
+
+
+def _parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return module.named_parameters(recurse=False)
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return module.named_buffers(recurse=False)
+
+
+def _settings(module: nn.Module) -> Iterator[tuple[str, str]]:
+    for name, value in sorted(vars(module).items()):
+        plain = isinstance(value, bool | int | float | str | tuple)
+        if plain and not name.startswith("_") and name not in PLACE_ATTRIBUTES:
+            yield name, repr(value)
+
+
+def name_kinds(signatures: Iterable[Any], stems: Iterable[str]) -> list[str]:
+    """One name per distinct signature: the stem, numbered from the second signature with this stem on."""
+    names: dict[Any, str] = {}
+    used: dict[str, int] = {}
+    kinds = []
+    for mark, stem in zip(signatures, stems, strict=True):
+        if mark not in names:
+            used[stem] = used.get(stem, 0) + 1
+            names[mark] = stem if used[stem] == 1 else f"{stem}-{used[stem]}"
+        kinds.append(names[mark])
+    return kinds
+
+
+def detachable(output: Tensor) -> Tensor:
+    """The tensor itself, or a copy when it is a view: schedules detach stage outputs in place, views refuse that."""
+    return output.clone() if output._is_view() else output
+
+
+def _recompute(module: nn.Module) -> None:
+    """Wrap the module's forward (not the module, whose name must stay) in a checkpoint."""
+    module.forward = partial(
+        checkpoint, module.forward, use_reentrant=False, context_fn=partial(_recompute_contexts, module)
+    )
+
+
+def _recompute_contexts(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), _frozen_statistics(module)
+
+
+@contextmanager
+def _frozen_statistics(module: nn.Module) -> Iterator[None]:
+    """Batch normalisation must not see a micro-batch twice (torchgpipe's deferred batch norm has the same care)."""
+    norms = [part for part in module.modules() if isinstance(part, _NormBase) and part.track_running_stats]
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.momentum = 0.0
+    try:
+        yield
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+            if norm.num_batches_tracked is not None:
+                norm.num_batches_tracked.sub_(1)

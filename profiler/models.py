@@ -1,0 +1,113 @@
+"""Load a model: from the catalogue, from a Hugging Face config.json on disk, or from the user's own callable.
+
+Nothing is ever fetched: models are built from their configuration with fresh weights, on whatever device the caller
+makes the default (``with torch.device("meta")`` costs no memory).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from profiler.cut import LayerCut, cut_model, layer_outputs
+
+InputKind = Literal["tokens", "images", "features"]
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A recipe that builds the model as often as wanted, always the same architecture, with fresh weights."""
+
+    name: str
+    input_kind: InputKind
+    builder: Callable[[], nn.Module] = field(repr=False)
+    sample_shape: tuple[int, ...] = ()
+    """Shape of one sample of images or features; empty for tokens."""
+    vocabulary_size: int = 0
+    """Token ids stand in [0, vocabulary_size); 0 when the model takes no tokens."""
+    longest_sequence: int = 0
+    """Most tokens per sample; 0 when the model states no limit, or takes no tokens."""
+    config: Any = field(default=None, repr=False)
+    """The transformers configuration, when there is one."""
+
+    def build(self) -> nn.Module:
+        """A new model in training mode, in fp32, under the caller's default device."""
+        return self.builder()
+
+    def build_on_meta(self) -> nn.Module:
+        """A new model whose parameters have shapes but no storage."""
+        with torch.device("meta"):
+            return self.build()
+
+    def example_inputs(
+        self, micro_batch_size: int, sequence_length: int, device: torch.device | str = "cpu"
+    ) -> tuple[Tensor, ...]:
+        """Random inputs of one micro-batch: ids of shape (micro_batch_size, sequence_length), or
+        (micro_batch_size, *sample_shape) normal numbers when the model takes no tokens."""
+        if self.input_kind == "tokens":
+            shape: tuple[int, ...] = (micro_batch_size, sequence_length)
+            return (torch.randint(max(self.vocabulary_size, 1), shape, device=device),)
+        return (torch.randn((micro_batch_size, *self.sample_shape), device=device),)
+
+    def cut(self, module: nn.Module | None = None) -> LayerCut:
+        """The layers of this model. A given `module` must be one that this source built.
+
+        Raises:
+            UnsupportedError: the model has no chain of layers that stages could be made of.
+        """
+        del module  # every module of this source is cut alike, so the cut is found once, on meta tensors
+        return self._cut
+
+    @cached_property
+    def _cut(self) -> LayerCut:
+        sequence_length = min(self.longest_sequence, 8) or 8
+        return cut_model(self.build_on_meta(), self.example_inputs(2, sequence_length, "meta")[0])
+
+    def layer_outputs(self, micro_batch_size: int, sequence_length: int) -> tuple[Tensor, ...]:
+        """The output of every layer for one micro-batch, as meta tensors: what a stage boundary carries."""
+        inputs = self.example_inputs(micro_batch_size, sequence_length, "meta")[0]
+        return layer_outputs(self.build_on_meta(), self.cut(), inputs)
+
+    def tensor_parallel_degrees(self) -> tuple[int, ...]:
+        """Degrees that the model can be tensor-parallel by; (1,) when nobody told how to split it."""
+        from profiler.tensor_parallel import degrees
+
+        return degrees(self)
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 over the sorted (name, shape) of all parameters, as lower-case hex."""
+        rows = sorted((name, tuple(value.shape)) for name, value in self.build_on_meta().named_parameters())
+        return hashlib.sha256(repr(rows).encode()).hexdigest()
+
+
+def load_model(reference: str) -> ModelSource:
+    """The model that a reference names.
+
+    Args:
+        reference: a catalogue name (`profiler.catalogue.names`), the path of a Hugging Face config.json or of the
+            directory that holds it, or ``package.module:callable``. The callable takes no arguments and returns a new
+            `nn.Module`, or (`nn.Module`, example inputs with the micro-batch as their first dimension).
+
+    Raises:
+        UnknownNameError: neither a file nor a catalogue name; lists close matches.
+        DocumentError: the file cannot be read or describes no model, or the callable fails.
+        UnsupportedError: a model whose inputs or task are not known here.
+    """
+    from pathlib import Path
+
+    from profiler import catalogue
+    from profiler.sources import from_callable, from_catalogue, from_config_file
+
+    path = Path(reference)
+    if reference not in catalogue.names() and (path.suffix == ".json" or path.exists()):
+        return from_config_file(path / "config.json" if path.is_dir() else path)
+    if ":" in reference:
+        return from_callable(reference)
+    return from_catalogue(catalogue.entry(reference))

@@ -1,0 +1,86 @@
+"""Which modules tensor parallelism splits, how, and by which degrees.
+
+The plan is transformers' own (`base_model_tp_plan` of the configuration, `_tp_plan` of the model); OPT, for which
+transformers has none, gets the same column and row pattern (Shoeybi et al. 2019, "Megatron-LM", section 3).
+"""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from profiler.models import ModelSource
+
+OPT_BLOCK_PLAN = {
+    "self_attn.q_proj": "colwise",
+    "self_attn.k_proj": "colwise",
+    "self_attn.v_proj": "colwise",
+    "self_attn.out_proj": "rowwise",
+    "fc1": "colwise",
+    "fc2": "rowwise",
+}
+"""OPT's block: attention and feed-forward, each a column-wise group closed by a row-wise product."""
+
+COLUMN_STYLES = frozenset({"colwise", "colwise_gather_output"})
+ROW_STYLES = frozenset({"rowwise"})
+REPLICATED_STYLES = frozenset({"replicated_with_grad_allreduce"})
+"""Whole on every rank; the gradient, partial, is summed over the group (qwen3's norms of single heads)."""
+
+
+def plan(source: ModelSource) -> dict[str, str]:
+    """Style per pattern of qualified module names (``*`` stands for a block's number); empty when nobody told one.
+
+    Styles: ``colwise`` (weight split along its outputs, output stays split), ``colwise_gather_output`` (the output is
+    gathered), ``rowwise`` (weight split along its inputs, output all-reduced), ``replicated_with_grad_allreduce``.
+    """
+    if source.config is None:
+        return {}
+    return plan_of(source.build_on_meta())
+
+
+def plan_of(model: Any) -> dict[str, str]:
+    """`plan` of a built transformers model."""
+    base = model.base_model
+    prefix = "" if base is model else f"{model.base_model_prefix}."
+    if model.config.model_type == "opt":
+        return {f"{prefix}decoder.layers.*.{name}": style for name, style in OPT_BLOCK_PLAN.items()}
+    styles = {
+        f"{prefix}{name}": style for name, style in (getattr(model.config, "base_model_tp_plan", None) or {}).items()
+    }
+    if not styles:
+        return {}
+    styles |= type(model)._tp_plan or {}
+    if any(style not in COLUMN_STYLES | ROW_STYLES | REPLICATED_STYLES for style in styles.values()):
+        return {}
+    return styles
+
+
+def split_modules(model: nn.Module, styles: dict[str, str]) -> dict[str, str]:
+    """Style by qualified module name, of the modules that the model really has."""
+    return {name: styles[pattern] for name, _ in model.named_modules() if (pattern := pattern_of(name)) in styles}
+
+
+def pattern_of(name: str) -> str:
+    """``model.layers.3.mlp`` -> ``model.layers.*.mlp``."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def degrees(source: ModelSource) -> tuple[int, ...]:
+    """Degrees that divide what the plan splits: query heads, key-value heads, and every split width."""
+    styles = plan(source)
+    if not styles:
+        return (1,)
+    config = source.config.get_text_config()
+    heads = config.num_attention_heads
+    common = gcd(heads, getattr(config, "num_key_value_heads", None) or heads)
+    model = source.build_on_meta()
+    for name, style in split_modules(model, styles).items():
+        module = model.get_submodule(name)
+        if style in COLUMN_STYLES:
+            common = gcd(common, module.out_features)  # type: ignore[arg-type]
+        elif style in ROW_STYLES:
+            common = gcd(common, module.in_features)  # type: ignore[arg-type]
+    return tuple(degree for degree in range(1, common + 1) if common % degree == 0)

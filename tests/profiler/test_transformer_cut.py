@@ -1,0 +1,196 @@
+"""Stages of transformers against the whole model."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from planner.errors import UnsupportedError
+from profiler.models import ModelSource, load_model
+from tests.profiler.conftest import TINY
+
+FAMILIES = tuple(TINY)
+
+
+def _build(source: ModelSource) -> nn.Module:
+    torch.manual_seed(0)
+    return source.build()
+
+
+def _gradients(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: value.grad.clone()
+        for name, value in module.named_parameters(remove_duplicate=False)
+        if value.grad is not None
+    }
+
+
+def _run_whole(model: nn.Module, inputs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    logits = model(inputs).logits
+    logits.square().mean().backward()
+    return logits.detach(), _gradients(model)
+
+
+def _run_stages(stages: list[nn.Module], inputs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """As separate processes would: every boundary detached, gradients handed back by hand."""
+    received, sent = [], []
+    tensor = inputs
+    for stage in stages:
+        given = tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
+        received.append(given)
+        tensor = stage(given)
+        assert not tensor._is_view()
+        sent.append(tensor)
+    logits = tensor.detach()
+    tensor.square().mean().backward()
+    for output, following in reversed(list(zip(sent, received[1:], strict=False))):
+        output.backward(following.grad)
+    gradients: dict[str, torch.Tensor] = {}
+    for stage in stages:
+        for name, gradient in _gradients(stage).items():
+            assert name not in gradients, "no parameter stands in two stages"
+            gradients[name] = gradient
+    return logits, gradients
+
+
+def _tied(gradients: dict[str, torch.Tensor], cut) -> dict[str, torch.Tensor]:
+    """Sum the gradients of the copies of a shared parameter, as the embedding group's all-reduce does."""
+    total = dict(gradients)
+    for shared in cut.shared_parameters:
+        copies = {id(gradients[name]): gradients[name] for name in shared.names if name in gradients}
+        for name in shared.names:
+            total[name] = sum(copies.values())
+    return total
+
+
+def _assert_same(source: ModelSource, bounds: tuple[int, ...], recompute: frozenset[int] = frozenset()) -> None:
+    cut = source.cut()
+    inputs = source.example_inputs(2, 12)[0]
+    whole = _build(source)
+    expected, expected_gradients = _run_whole(whole, inputs)
+    stages = [
+        cut.stage(_build(source), start, stop, recompute=frozenset(i for i in recompute if start <= i < stop))
+        for start, stop in itertools.pairwise((0, *bounds, len(cut.layers)))
+    ]
+    logits, gradients = _run_stages(stages, inputs)
+    torch.testing.assert_close(logits, expected, atol=1e-6, rtol=1e-6)
+    if len(stages) > 1:
+        gradients = _tied(gradients, cut)
+    assert gradients.keys() == expected_gradients.keys()
+    for name, gradient in expected_gradients.items():
+        torch.testing.assert_close(gradients[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_split_into_two_equals_the_whole_model(family: str, write_config):
+    """Logits and gradients of two stages are the whole model's, wherever the cut is made."""
+    source = load_model(write_config(family))
+    for boundary in range(1, len(source.cut().layers)):
+        _assert_same(source, (boundary,))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_layer_per_stage_equals_the_whole_model(family: str, write_config):
+    """The finest split is exact too, also with every block recomputed."""
+    source = load_model(write_config(family))
+    layers = source.cut().layers
+    every_block = frozenset(index for index, layer in enumerate(layers) if layer.recomputable)
+    _assert_same(source, tuple(range(1, len(layers))))
+    _assert_same(source, tuple(range(1, len(layers))), every_block)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_stage_of_all_layers_is_the_whole_model(family: str, write_config):
+    """A pipeline of one rank runs the model as it is."""
+    _assert_same(load_model(write_config(family)), ())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stages_own_each_parameter_once_under_its_own_name(family: str, write_config):
+    """On meta tensors, the stages' parameter names are the model's, divided; only shared ones stand twice."""
+    source = load_model(write_config(family))
+    cut = source.cut()
+    names = {name for name, _ in source.build_on_meta().named_parameters()}
+    aliases = {name: shared.names[0] for shared in cut.shared_parameters for name in shared.names}
+    found = [
+        aliases.get(name, name)
+        for index in range(len(cut.layers))
+        for name, value in cut.stage(source.build_on_meta(), index, index + 1).named_parameters()
+        if value.is_meta
+    ]
+    assert sorted(set(found)) == sorted(names)
+    assert len(found) == len(names) + sum(len(shared.layers) - 1 for shared in cut.shared_parameters)
+
+
+def test_tied_embeddings_are_named_with_their_owner_first(write_config):
+    """GPT-2's head shares the token embedding; llama's does not unless the configuration says so."""
+    (shared,) = load_model(write_config("gpt2")).cut().shared_parameters
+    assert shared.names == ("transformer.wte.weight", "lm_head.weight")
+    assert shared.layers == ("embedding", "head")
+    assert shared.parameters == 96 * 32
+    assert not load_model(write_config("llama")).cut().shared_parameters
+    assert load_model(write_config("llama", tie_word_embeddings=True)).cut().shared_parameters
+
+
+def test_equal_blocks_share_a_kind_and_sliding_ones_do_not(write_config):
+    """Blocks of one structure are one kind; gemma3 alternates two sorts of attention."""
+    kinds = [layer.kind for layer in load_model(write_config("llama")).cut().layers]
+    assert kinds == ["embedding", *["LlamaDecoderLayer"] * 3, "head"]
+    sliding = [layer.kind for layer in load_model(write_config("gemma3")).cut().layers]
+    assert sliding[1] == sliding[3] != sliding[2]
+
+
+def test_dropout_before_the_blocks_runs_on_the_first_stage_only(write_config):
+    """A later stage of GPT-2 hands the received tensor to its first block untouched."""
+    source = load_model(write_config("gpt2", embd_pdrop=0.9))
+    stage = source.cut().stage(_build(source), 1, 2)
+    hidden = torch.randn(2, 8, 32)
+    assert torch.equal(stage(hidden), stage(hidden))
+    assert not any(isinstance(part, nn.Dropout) and part.p == 0.9 for part in stage.modules())
+
+
+def test_recomputed_block_keeps_only_its_input(write_config):
+    """What autograd saves for a recomputed block is the hidden tensor alone."""
+    source = load_model(write_config("llama"))
+    stage = source.cut().stage(_build(source), 1, 2, recompute=frozenset({1}))
+    saved: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    hidden = torch.randn(2, 8, 32, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        stage(hidden)
+    assert {tensor.untyped_storage().data_ptr() for tensor in saved} == {hidden.untyped_storage().data_ptr()}
+
+
+def test_layer_outputs_are_what_the_layers_hand_on(write_config):
+    """Meta outputs have the shapes of a real run: hidden tensors, then logits."""
+    outputs = load_model(write_config("bert")).layer_outputs(3, 10)
+    assert [tuple(output.shape) for output in outputs] == [(3, 10, 32)] * 4 + [(3, 10, 96)]
+    assert all(output.is_meta for output in outputs)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_cut_of_a_deep_copy_is_the_same(family: str, write_config):
+    """A cut is a plain value: made twice, it is equal."""
+    source = load_model(write_config(family))
+    assert load_model(write_config(family)).cut() == source.cut() == copy.copy(source.cut())
+
+
+def test_encoder_decoder_is_refused(tmp_path):
+    """A T5 has two chains, so it is refused with a reason instead of being cut wrongly."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    from profiler.cut import cut_model
+
+    config = T5Config(vocab_size=96, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4)
+    with torch.device("meta"):
+        model = T5ForConditionalGeneration(config)
+    with pytest.raises(UnsupportedError, match="encoder and a decoder"):
+        cut_model(model, torch.empty(1, 4, dtype=torch.long, device="meta"))
