@@ -1,0 +1,63 @@
+"""What a rank holds: units whose forward has started and whose backward has not ended.
+
+A unit is one (stage, micro-batch), or one sequence chunk of it. It is held from the start of F to the end of B, or of W
+when the backward is split. A rank runs one action at a time, so the count depends on the order alone, not on durations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from planner.schedule.actions import ActionKind, Schedule
+
+_RELEASING = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
+
+
+def in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """Per rank: most units held at once."""
+    return tuple(max(map(sum, _crests(schedule, rank)), default=0) for rank in range(schedule.ranks))
+
+
+def in_flight_per_stage(schedule: Schedule) -> tuple[int, ...]:
+    """Per stage: units held when its rank holds most (the first such moment)."""
+    held = [0] * schedule.stages
+    for rank in range(schedule.ranks):
+        crest = max(_crests(schedule, rank), key=sum)
+        for stage, units in zip(schedule.stages_of(rank), crest, strict=True):
+            held[stage] = units
+    return tuple(held)
+
+
+def in_flight_vectors(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Per rank: every combination of units held of its stages (`Schedule.stages_of`) that no other one contains.
+
+    Memory is the largest of (units of a stage x its bytes, summed over the stages) over these, whatever the bytes.
+    """
+    return tuple(_maximal(set(_crests(schedule, rank))) for rank in range(schedule.ranks))
+
+
+def _crests(schedule: Schedule, rank: int) -> Iterator[tuple[int, ...]]:
+    """Units held of the rank's stages, each time that a release follows a forward."""
+    place = {stage: index for index, stage in enumerate(schedule.stages_of(rank))}
+    held = [0] * len(place)
+    rising = False
+    for action in schedule.actions[rank]:
+        if action.kind is ActionKind.FORWARD:
+            held[place[action.stage]] += 1
+            rising = True
+        elif action.kind in _RELEASING:
+            if rising:
+                yield tuple(held)
+            rising = False
+            held[place[action.stage]] -= 1
+
+
+def _maximal(vectors: set[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """Vectors that no other one reaches in every place."""
+    return tuple(
+        sorted(vector for vector in vectors if not any(_contains(other, vector) for other in vectors - {vector}))
+    )
+
+
+def _contains(large: tuple[int, ...], small: tuple[int, ...]) -> bool:
+    return all(left >= right for left, right in zip(large, small, strict=True))

@@ -1,0 +1,155 @@
+"""The simulation gives the earliest times that the rules allow, and names what is wrong with a schedule."""
+
+import dataclasses
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.errors import LayoutError, ScheduleError
+from planner.schedule import Action, Schedule, build
+from planner.schedule.simulate import Durations, simulate
+
+from .strategies import durations_of, schedules, seconds_of, slow_ends
+
+
+def written(*rows: str, stage_ranks: tuple[int, ...] = (0, 1), micro_batches: int = 2) -> Schedule:
+    """A schedule from text, one row of actions per rank."""
+    actions = tuple(tuple(map(Action.parse, row.split())) for row in rows)
+    return Schedule("written", len(rows), micro_batches, 1, 1, stage_ranks, actions)
+
+
+@given(st.data())
+def test_times_are_the_earliest(data: st.DataObject) -> None:
+    """Every action ends when a slow solver of the rules says so, and lasts its duration."""
+    schedule = data.draw(schedules)
+    durations = data.draw(durations_of(schedule.stages))
+    made = simulate(schedule, durations)
+    expected = slow_ends(schedule, durations)
+    events = [event for row in made.events for event in row]
+    assert {event.action: event.end_seconds for event in events} == expected
+    assert all(event.end_seconds - event.start_seconds == seconds_of(event.action, durations) for event in events)
+    assert made.makespan == max(expected.values())
+
+
+@given(st.data())
+def test_busy_and_bubble_fill_the_makespan(data: st.DataObject) -> None:
+    """The bubble fraction is the idle area of all ranks."""
+    schedule = data.draw(schedules)
+    durations = data.draw(durations_of(schedule.stages))
+    made = simulate(schedule, durations)
+    busy = [sum(seconds_of(action, durations) for action in row) for row in schedule.actions]
+    assert made.busy_seconds == tuple(busy)
+    area = schedule.ranks * made.makespan
+    assert made.bubble_fraction == (pytest.approx(1 - sum(busy) / area) if area else 0)
+    assert 0 <= made.span <= made.makespan
+
+
+@given(st.data())
+def test_slower_is_never_earlier(data: st.DataObject) -> None:
+    """A longer duration moves no action to an earlier time."""
+    schedule = data.draw(schedules)
+    durations = data.draw(durations_of(schedule.stages))
+    stage = data.draw(st.integers(0, schedule.stages - 1))
+    slower = dataclasses.replace(
+        durations, forward=tuple(time + (index == stage) for index, time in enumerate(durations.forward))
+    )
+    before, after = simulate(schedule, durations), simulate(schedule, slower)
+    assert all(
+        left <= right
+        for lefts, rights in zip(before.start_seconds, after.start_seconds, strict=True)
+        for left, right in zip(lefts, rights, strict=True)
+    )
+
+
+def test_exact_arithmetic_stays_exact() -> None:
+    """Whole numbers and fractions come out as they went in."""
+    schedule = build("1f1b", ranks=3, micro_batches=4)
+    assert isinstance(simulate(schedule, Durations.uniform(3)).makespan, int)
+    third = simulate(schedule, Durations.uniform(3, forward=Fraction(1, 3), backward_input=0, backward_weight=0))  # type: ignore[arg-type]
+    assert third.makespan == Fraction(6, 3)
+
+
+def test_recompute_lengthens_the_backward() -> None:
+    """It runs inside B and inside I, never inside W."""
+    durations = Durations.uniform(1, forward=1, backward_input=2, backward_weight=3, recompute=10)
+    full = simulate(build("1f1b", ranks=1, micro_batches=1), durations)
+    split = simulate(build("zb-h1", ranks=1, micro_batches=1), durations)
+    assert [event.end_seconds for event in full.events[0]] == [1, 16]
+    assert [event.end_seconds for event in split.events[0]] == [1, 13, 16]
+
+
+def test_no_transfer_inside_a_rank() -> None:
+    """Stages of one rank hand over at once: the turn of the V costs nothing."""
+    schedule = build("zb-v", ranks=1, micro_batches=1)
+    durations = Durations.uniform(2, transfer=100)
+    assert simulate(schedule, durations).makespan == 6
+
+
+def test_nothing_takes_no_time() -> None:
+    """All durations zero: no makespan, no bubble."""
+    made = simulate(
+        build("gpipe", ranks=2, micro_batches=2),
+        Durations.uniform(2, forward=0, backward_input=0, backward_weight=0),
+    )
+    assert (made.makespan, made.bubble_fraction) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        (("0B0 0F0 0F1 0B1", "1F0 1B0 1F1 1B1"), "0B0 stands before 0F0 on rank 0"),
+        (("0F0 0W0 0I0 0F1 0B1", "1F0 1B0 1F1 1B1"), "0W0 stands before 0I0 on rank 0"),
+        (("0F0 0B0 0F1", "1F0 1B0 1F1 1B1"), "0B1 is missing, though 0F1 is there"),
+        (("0F0 0B0 0F1 0I1", "1F0 1B0 1F1 1B1"), "0W1 is missing, though 0F1 is there"),
+        (("0F0 0B0", "1F0 1B0 1F1 1B1"), "0F1 and 0B1 is missing"),
+        (("0F0 0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"), "0F0 and again 0F0 stand on rank 0"),
+        (("0F0 0B0 0W0 0F1 0B1", "1F0 1B0 1F1 1B1"), "0B0 is both full and split"),
+        (("0F0 1F0 0B0 0F1 0B1", "1B0 1F1 1B1"), "1F0 stands on rank 0, but stage 1 is on rank 1"),
+        (("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1B0 1F1 1B1"), "0F2 on rank 0, but there are 2 stages and 2 micro-batches"),
+        (("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"), "dead-lock: .*waits for .*behind"),
+    ],
+)
+def test_wrong_schedules_are_named(rows: tuple[str, ...], says: str) -> None:
+    """The error names the two actions that do not fit."""
+    with pytest.raises(ScheduleError, match=says):
+        simulate(written(*rows), Durations.uniform(2))
+
+
+def test_dead_lock_names_both_sides() -> None:
+    """Who waits, for what, and what stands in its way."""
+    crossed = written("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1")
+    with pytest.raises(ScheduleError) as caught:
+        simulate(crossed, Durations.uniform(2))
+    assert any(text in str(caught.value) for text in ("0B0 on rank 0 waits for 1B0", "1F1 on rank 1 waits for 0F1"))
+
+
+def test_a_rank_without_stages() -> None:
+    """Every rank needs a stage and a list."""
+    with pytest.raises(ScheduleError, match="2 ranks"):
+        simulate(written("0F0 0B0", "", stage_ranks=(0,), micro_batches=1), Durations.uniform(1))
+
+
+def test_durations_of_other_stages() -> None:
+    """The numbers of stages must agree."""
+    with pytest.raises(LayoutError, match="3 stages for a schedule of 2"):
+        simulate(build("1f1b", ranks=2, micro_batches=2), Durations.uniform(3))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("forward", (1.0, -1.0)),
+        ("backward_input", (float("nan"), 1.0)),
+        ("recompute", (1.0, float("inf"))),
+        ("backward_weight", (1.0,)),
+        ("backward_input", ()),
+        ("transfer_forward", (1.0, 1.0)),
+    ],
+)
+def test_durations_are_checked(field: str, value: tuple[float, ...]) -> None:
+    """Lengths fit and times are finite and not negative; the error names the field."""
+    with pytest.raises(LayoutError) as caught:
+        dataclasses.replace(Durations.uniform(2), **{field: value})
+    assert caught.value.problems[0].field.startswith(field)
