@@ -1,0 +1,90 @@
+"""Builds the service: settings in, FastAPI application out; nothing happens at import."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+
+import planner
+from api import pages, problems
+from api.dependencies import Services
+from api.documents import ProblemDocument
+from api.jobs import Jobs
+from api.metrics import Metrics
+from api.middleware import BodyLimit, RequestContext
+from api.profiles import Profiles
+from api.routes import catalogue, exports, health, jobs, plans, predictions, profiles
+from api.settings import Settings
+from api.solver import Search, Work
+from api.solvers import Solvers
+from api.store import Store
+
+
+def create_app(settings: Settings | None = None, *, work: Work | None = None) -> FastAPI:
+    """The service. `work` is what a solver process does: `planner.search`, unless a test says otherwise."""
+    settings = settings or Settings()
+    app = FastAPI(
+        title="planner",
+        summary="Finds the fastest way to train a PyTorch model on a cluster, and proves it",
+        version=planner.__version__,
+        lifespan=_lifespan(settings, work or Search()),
+        generate_unique_id_function=_operation_id,
+        separate_input_output_schemas=False,
+        responses=problems.RESPONSES,
+    )
+    app.state.metrics = Metrics()
+    problems.install(app)
+    for routes in (profiles, plans, jobs, predictions, catalogue, exports, health):
+        app.include_router(routes.router)
+    app.include_router(pages.router)
+    app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
+    app.add_middleware(RequestContext)
+    _describe_problems(app)
+    return app
+
+
+def _lifespan(settings: Settings, work: Work) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        app.state.services = parts = _assemble(settings, work, app.state.metrics)
+        try:
+            await parts.jobs.start()
+            parts.solvers.warm_up()
+            yield
+        finally:
+            await parts.jobs.stop()
+            parts.store.close()
+
+    return lifespan
+
+
+def _assemble(settings: Settings, work: Work, metrics: Metrics) -> Services:
+    store = Store(settings.database)
+    profiles = Profiles(store, settings)
+    solvers = Solvers(work, settings, metrics)
+    jobs = Jobs(store, profiles, solvers, settings, metrics)
+    return Services(settings, store, profiles, solvers, jobs, metrics)
+
+
+def _operation_id(route: APIRoute) -> str:
+    """Stable names for generated clients: the endpoint's own."""
+    return route.name
+
+
+def _describe_problems(app: FastAPI) -> None:
+    """Put the problem document's schema, which every operation points to, into the OpenAPI document."""
+    describe = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = describe()
+        schemas = document["components"]["schemas"]
+        schema = ProblemDocument.model_json_schema(ref_template="#/components/schemas/{model}")
+        schemas |= schema.pop("$defs", {})
+        schemas["ProblemDocument"] = schema
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,0 +1,126 @@
+"""Errors that only the service knows; like those of `planner.errors`, each names what is wrong and how to mend it.
+
+PlannerError
+├── NotFoundError             404  no such resource
+├── JobCancelledError         409  somebody cancelled the solve that this request waited for
+├── BodyTooLargeError         413  the request body passes the limit
+├── MediaTypeError            415  the body is not JSON
+├── LimitError                422  the request is valid, but larger than this service solves
+├── QueueFullError            429  too many solves are waiting
+├── SolverError               500  the solver process crashed, died or overran its time
+└── NotReadyError             503  the service cannot take work
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from planner.errors import PlannerError, RunError
+
+Limits = Mapping[str, float]
+
+
+class ServiceError(PlannerError):
+    """Base of the service's own errors."""
+
+    status = 500
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str = "",
+        mend: str = "",
+        limits: Limits | None = None,
+        retry_after_seconds: int | None = None,
+    ) -> None:
+        super().__init__(message, field=field, mend=mend)
+        self.limits = limits
+        self.retry_after_seconds = retry_after_seconds
+
+
+class NotFoundError(ServiceError):
+    """No such resource."""
+
+    status = 404
+    code = "not-found"
+    title = "There is no such resource"
+
+
+class MethodError(ServiceError):
+    """The resource does not take this method."""
+
+    status = 405
+    code = "method-not-allowed"
+    title = "The resource does not take this method"
+
+
+class JobCancelledError(ServiceError):
+    """Somebody cancelled the solve that this request waited for."""
+
+    status = 409
+    code = "job-cancelled"
+    title = "The job was cancelled"
+
+
+class BodyTooLargeError(ServiceError):
+    """The request body passes the limit."""
+
+    status = 413
+    code = "body-too-large"
+    title = "The request body is too large"
+
+
+class MediaTypeError(ServiceError):
+    """The body is not JSON."""
+
+    status = 415
+    code = "unsupported-media-type"
+    title = "The body must be JSON"
+
+
+class LimitError(ServiceError):
+    """The request is valid, but larger than this service solves."""
+
+    status = 422
+    code = "limit-exceeded"
+    title = "The request passes a limit of this service"
+
+
+class QueueFullError(ServiceError):
+    """Too many solves are waiting."""
+
+    status = 429
+    code = "queue-full"
+    title = "Too many solves are waiting"
+
+
+class SolverError(ServiceError):
+    """The solver process crashed, died or overran its time."""
+
+    status = 500
+    code = "solver-failed"
+    title = "The solver failed"
+
+
+class InternalError(ServiceError):
+    """A mistake of this program."""
+
+    status = 500
+    code = "internal-error"
+    title = "The service failed"
+
+
+class NotReadyError(ServiceError):
+    """The service cannot take work."""
+
+    status = 503
+    code = "not-ready"
+    title = "The service is not ready"
+
+
+def status_of(error: PlannerError) -> int:
+    """HTTP status of an error: the service's own say theirs; a failed run is 500; all others the client can mend."""
+    if isinstance(error, ServiceError):
+        return error.status
+    return 500 if isinstance(error, RunError) else 422

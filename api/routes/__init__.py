@@ -1,0 +1,1 @@
+"""Endpoints, one noun per file."""

@@ -1,0 +1,90 @@
+"""Catalogues: models, devices, and the schemas of all documents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+
+from api.errors import NotFoundError
+from planner.spec import SCHEMAS, DeviceSpec, Document, Link
+from planner.spec.devices import CatalogueDevice, catalogue
+from profiler.catalogue import entry, names
+
+router = APIRouter(prefix="/v1", tags=["catalogue"])
+
+
+class ModelView(Document):
+    """A model that plans can be asked for by name."""
+
+    name: str
+    family: str
+    parameters: int
+    layers: int
+    longest_sequence: int
+    """Tokens; 0 for models without a sequence."""
+    citation: str
+
+
+class ModelList(Document):
+    """All catalogue models, smallest first."""
+
+    models: tuple[ModelView, ...]
+
+
+class DeviceView(Document):
+    """A device that clusters can name, and the node that it usually stands in."""
+
+    id: str
+    vendor: str
+    architecture: str
+    spec: DeviceSpec
+    devices_per_node: int
+    intra_node: Link
+    inter_node: Link | None
+    confidence: str
+
+
+class DeviceList(Document):
+    """All catalogue devices."""
+
+    devices: tuple[DeviceView, ...]
+
+
+@router.get("/models")
+def list_models() -> ModelList:
+    """Models that plans can be asked for by name."""
+    return ModelList(models=tuple(map(_model_view, names())))
+
+
+@router.get("/devices")
+def list_devices() -> DeviceList:
+    """Devices that clusters can name."""
+    return DeviceList(devices=tuple(_device_view(device) for device in catalogue().values()))
+
+
+@router.get("/schemas/{name}")
+def get_schema(name: str) -> dict[str, Any]:
+    """JSON Schema of a document."""
+    kind = SCHEMAS.get(name)
+    if kind is None:
+        raise NotFoundError(f"there is no schema {name!r}.", field="name", mend=f"use one of {', '.join(SCHEMAS)}.")
+    return kind.model_json_schema(by_alias=True)
+
+
+def _model_view(name: str) -> ModelView:
+    found = entry(name)
+    return ModelView.model_validate({field: getattr(found, field) for field in ModelView.model_fields})
+
+
+def _device_view(device: CatalogueDevice) -> DeviceView:
+    return DeviceView(
+        id=device.spec.id,
+        vendor=device.vendor,
+        architecture=device.architecture,
+        spec=device.spec,
+        devices_per_node=device.devices_per_node,
+        intra_node=device.intra_node,
+        inter_node=device.inter_node,
+        confidence=device.confidence,
+    )

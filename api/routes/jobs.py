@@ -1,0 +1,43 @@
+"""Jobs: solves under way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+
+from fastapi import APIRouter
+from fastapi.sse import EventSourceResponse, ServerSentEvent
+
+from api.dependencies import JobDependency, LastEventDependency, ServicesDependency
+from api.documents import JobView
+from api.jobs import view_of
+
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+RECONNECT_MILLISECONDS = 1000
+
+
+@router.get("/{job_id}")
+async def get_job(job: JobDependency) -> JobView:
+    """How far a solve is: its status, its best plan so far, and the bound that no plan beats."""
+    return view_of(job)
+
+
+@router.get("/{job_id}/events", response_class=EventSourceResponse)
+async def get_job_events(
+    job: JobDependency, parts: ServicesDependency, last_event_id: LastEventDependency
+) -> AsyncIterator[ServerSentEvent]:
+    """The job's events, from the first or past ``Last-Event-ID``: queued, started, incumbent, progress, done.
+
+    The stream ends after `done`.
+    """
+    async for event in parts.jobs.events(job.id, after=last_event_id):
+        yield ServerSentEvent(
+            data=json.loads(event.data), event=event.name, id=str(event.number), retry=RECONNECT_MILLISECONDS
+        )
+
+
+@router.delete("/{job_id}", status_code=204)
+async def cancel_job(job: JobDependency, parts: ServicesDependency) -> None:
+    """Stop a solve and its process; harmless when it has ended. All clients that share the job lose it."""
+    await parts.jobs.cancel(job.id)

@@ -1,0 +1,263 @@
+"""Plans: asked for, listed, read whole or in parts."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse
+
+from api.caching import FOREVER, REVALIDATE, cacheable
+from api.dependencies import ResultDependency, Services, ServicesDependency, StoredResult, WaitDependency
+from api.documents import (
+    Explanation,
+    JobView,
+    MeasurementList,
+    MeasurementView,
+    PlanCreate,
+    PlanPage,
+    PlanSummary,
+    StageMap,
+)
+from api.errors import JobCancelledError, LimitError, NotFoundError
+from api.jobs import view_of
+from api.problems import response_of
+from api.store import LARGEST_INTEGER, JobRow, MeasurementRow, PlanRow
+from api.timeline import predicted_timeline
+from planner.errors import DocumentError, MismatchError
+from planner.spec import Infeasible, MeasuredRun, Options, Plan, PlanRequest
+
+router = APIRouter(prefix="/v1/plans", tags=["plans"])
+
+JSON = "application/json"
+ACCEPTED: dict[int | str, dict[str, Any]] = {
+    202: {
+        "model": JobView,
+        "description": "Not solved within the wait: follow the job.",
+        "headers": {
+            "Location": {"description": "The job.", "schema": {"type": "string"}},
+            "Retry-After": {"description": "Seconds until it is worth asking.", "schema": {"type": "integer"}},
+        },
+    }
+}
+
+
+@router.post("", response_model=Plan | Infeasible, responses=ACCEPTED)
+async def create_plan(body: PlanCreate, request: Request, parts: ServicesDependency, wait: WaitDependency) -> Response:
+    """The best plan: at once when it is known, else solved; waits as long as ``Prefer: wait=N`` says, then answers 202.
+
+    The plan's id is the sha256 of the canonical request: the same request gets the same plan, solved once.
+    "No plan fits" is an answer too: status `infeasible`, with the reasons and the nearest misses.
+    """
+    parts.metrics.plan_requests.add()
+    wanted = await run_in_threadpool(_request_of, body, parts)
+    known = await run_in_threadpool(parts.store.plan, wanted.id)
+    if known is not None and known[0].final:
+        parts.metrics.cache_hits.add()
+        return _answer(request, StoredResult(*known), cache="hit")
+    job = await parts.jobs.submit(wanted, wanted.profile_id)
+    job = await parts.jobs.finished(job.id, wait)
+    return await run_in_threadpool(_after_wait, request, parts, job, wait)
+
+
+@router.get("")
+def list_plans(
+    parts: ServicesDependency,
+    cursor: Annotated[str | None, Query()] = None,
+    limit: Annotated[int, Query(ge=1, le=200)] = 50,
+) -> PlanPage:
+    """Plans, newest first; `next` is the cursor of the following page."""
+    rows = parts.store.plans(before=_number_of(cursor), limit=limit + 1)
+    shown, more = rows[:limit], len(rows) > limit
+    return PlanPage(plans=tuple(map(_summary, shown)), next=_cursor_of(shown[-1].number) if more else None)
+
+
+@router.get("/{plan_id}", response_model=Plan | Infeasible, responses={304: {"description": "You have it already."}})
+def get_plan(request: Request, result: ResultDependency) -> Response:
+    """The plan, or why none fits."""
+    return _answer(request, result, cache="hit")
+
+
+@router.get("/{plan_id}/stage-map", response_model=StageMap)
+def get_stage_map(request: Request, result: ResultDependency) -> Response:
+    """Which layers stand on which ranks."""
+    plan = result.plan()
+    stage_map = StageMap(
+        plan_id=plan.id,
+        layout=plan.layout,
+        micro_batches=plan.micro_batches,
+        stages=plan.stages,
+        placement=plan.placement,
+    )
+    return cacheable(request, stage_map.model_dump_json(), media_type=JSON, cache_control=REVALIDATE)
+
+
+@router.get("/{plan_id}/timeline.json", response_class=JSONResponse)
+def get_timeline_json(request: Request, result: ResultDependency, parts: ServicesDependency) -> Response:
+    """One predicted step as a Chrome trace, for ui.perfetto.dev or chrome://tracing."""
+    from planner.schedule.timeline import chrome_trace
+
+    timeline = predicted_timeline(result.plan(), parts.profiles.get(result.row.profile_id))
+    return cacheable(request, json.dumps(chrome_trace([timeline])), media_type=JSON, cache_control=REVALIDATE)
+
+
+@router.get("/{plan_id}/timeline.svg", response_class=Response, responses={200: {"content": {"image/svg+xml": {}}}})
+def get_timeline_svg(request: Request, result: ResultDependency, parts: ServicesDependency) -> Response:
+    """One predicted step as a picture."""
+    from planner.schedule.timeline import svg
+
+    timeline = predicted_timeline(result.plan(), parts.profiles.get(result.row.profile_id))
+    return cacheable(request, svg([timeline]), media_type="image/svg+xml", cache_control=REVALIDATE)
+
+
+@router.get("/{plan_id}/explanation", response_model=Explanation)
+def get_explanation(request: Request, result: ResultDependency) -> Response:
+    """Why this plan won, how far it is proven, and what the next best ones would cost."""
+    plan = result.plan()
+    explanation = Explanation(
+        plan_id=plan.id, explanation=plan.explanation, search=plan.search, alternatives=plan.alternatives
+    )
+    return cacheable(request, explanation.model_dump_json(), media_type=JSON, cache_control=REVALIDATE)
+
+
+@router.post("/{plan_id}/measurements", status_code=201)
+def create_measurement(
+    body: MeasuredRun, response: Response, result: ResultDependency, parts: ServicesDependency
+) -> MeasurementView:
+    """Store what a run of this plan really did (the measured.json of `planner run`)."""
+    plan = result.plan()
+    if body.plan_id != plan.id:
+        raise MismatchError(
+            f"the run was of plan {body.plan_id!r}, not of {plan.id!r}.",
+            field="plan_id",
+            mend=f"POST it to /v1/plans/{body.plan_id}/measurements.",
+        )
+    view = _measurement_view(parts.store.add_measurement(plan.id, body.model_dump_json()), result.row)
+    response.headers["Location"] = view.url
+    return view
+
+
+@router.get("/{plan_id}/measurements")
+def list_measurements(result: ResultDependency, parts: ServicesDependency) -> MeasurementList:
+    """Measured runs of this plan, newest first, each against the prediction."""
+    result.plan()
+    rows = parts.store.measurements(result.row.id)
+    return MeasurementList(measurements=tuple(_measurement_view(row, result.row) for row in rows))
+
+
+@router.get("/{plan_id}/measurements/{measurement_id}", response_model=MeasuredRun)
+def get_measurement(
+    measurement_id: Annotated[int, Path(ge=1, le=LARGEST_INTEGER)],
+    request: Request,
+    result: ResultDependency,
+    parts: ServicesDependency,
+) -> Response:
+    """A measured run, as it was sent."""
+    row = parts.store.measurement(result.row.id, measurement_id)
+    if row is None:
+        raise NotFoundError(
+            f"plan {result.row.id} has no measurement {measurement_id}.",
+            field="measurement_id",
+            mend=f"GET /v1/plans/{result.row.id}/measurements lists all.",
+        )
+    return cacheable(request, row.document, media_type=JSON, cache_control=FOREVER)
+
+
+def _request_of(body: PlanCreate, parts: Services) -> PlanRequest:
+    from planner.search import make_request
+
+    options = _options_within_limits(body, parts)
+    resolved = parts.profiles.resolve(body)
+    request = make_request(resolved.profile, body.cluster, body.job, options, model=resolved.model)
+    parts.profiles.add(resolved)
+    return request
+
+
+def _options_within_limits(body: PlanCreate, parts: Services) -> Options:
+    """A time limit that the client did not choose bends to the service's cap; one that it chose is refused above it."""
+    cap = parts.settings.max_solver_seconds
+    if body.options.time_limit_seconds <= cap:
+        return body.options
+    if "time_limit_seconds" not in body.options.model_fields_set:
+        return body.options.model_copy(update={"time_limit_seconds": cap})
+    raise LimitError(
+        f"time_limit_seconds({body.options.time_limit_seconds:g}) is above this service's {cap:g}.",
+        field="options.time_limit_seconds",
+        mend=f"ask for at most {cap:g} seconds.",
+        limits={"max_solver_seconds": cap},
+    )
+
+
+def _after_wait(request: Request, parts: Services, job: JobRow, wait: float) -> Response:
+    """What the client gets once the wait is over, however the job stands."""
+    if job.status in ("succeeded", "infeasible"):
+        found = parts.store.plan(job.plan_id)
+        assert found is not None
+        return _answer(request, StoredResult(*found), cache="fwd=miss; stored")
+    if job.status == "cancelled":
+        raise JobCancelledError(f"job {job.id} was cancelled by a client.", mend="ask for the plan again.")
+    view = view_of(job)
+    if job.status == "failed":
+        assert view.problem is not None
+        parts.metrics.problems.add(code=view.problem.code)
+        return response_of(view.problem.model_copy(update={"request_id": request.scope["request_id"]}))
+    headers = {"Location": f"/v1/jobs/{job.id}", "Retry-After": "1", "Preference-Applied": f"wait={wait:g}"}
+    return Response(view.model_dump_json(), status_code=202, media_type=JSON, headers=headers)
+
+
+def _answer(request: Request, result: StoredResult, *, cache: str) -> Response:
+    """The stored document, byte for byte; final results never change."""
+    response = cacheable(
+        request,
+        result.document,
+        media_type=JSON,
+        cache_control=FOREVER if result.row.final else REVALIDATE,
+        location=f"/v1/plans/{result.row.id}",
+    )
+    response.headers["Cache-Status"] = f"planner; {cache}"  # RFC 9211
+    return response
+
+
+def _summary(row: PlanRow) -> PlanSummary:
+    return PlanSummary(
+        id=row.id,
+        status=row.status,
+        model=row.model,
+        devices=row.devices,
+        step_seconds=row.step_seconds,
+        created_at=row.created_at,
+        url=f"/v1/plans/{row.id}",
+    )
+
+
+def _measurement_view(row: MeasurementRow, plan: PlanRow) -> MeasurementView:
+    assert plan.step_seconds is not None
+    measured = MeasuredRun.model_validate_json(row.document).median_step_seconds
+    return MeasurementView(
+        id=row.id,
+        plan_id=row.plan_id,
+        created_at=row.created_at,
+        median_step_seconds=measured,
+        predicted_step_seconds=plan.step_seconds,
+        error=measured / plan.step_seconds - 1,
+        url=f"/v1/plans/{row.plan_id}/measurements/{row.id}",
+    )
+
+
+def _cursor_of(number: int) -> str:
+    return base64.urlsafe_b64encode(f"before {number}".encode()).decode()
+
+
+def _number_of(cursor: str | None) -> int | None:
+    if cursor is None:
+        return None
+    try:
+        return int(base64.urlsafe_b64decode(cursor).decode("ascii").removeprefix("before "))
+    except (ValueError, binascii.Error):
+        raise DocumentError(
+            f"{cursor!r} is no cursor.", field="cursor", mend="send the `next` of the page before, or leave it out."
+        ) from None

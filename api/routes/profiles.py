@@ -1,0 +1,50 @@
+"""Profiles: sent by clients, or derived from the catalogue."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from api.caching import FOREVER, cacheable
+from api.dependencies import ServicesDependency
+from api.documents import CatalogueProfile, ProfileCreate, ProfileSummary
+from api.profiles import ResolvedProfile
+from planner.spec import ModelProfile
+
+router = APIRouter(prefix="/v1/profiles", tags=["profiles"])
+
+
+@router.post("", status_code=201, responses={200: {"model": ProfileSummary, "description": "It was stored before."}})
+def create_profile(body: ProfileCreate, response: Response, parts: ServicesDependency) -> ProfileSummary:
+    """Store a profile, or the counted profile of a catalogue model. The same profile always gets the same id."""
+    resolved = _resolve(body.root, parts)
+    if not parts.profiles.add(resolved):
+        response.status_code = 200
+    response.headers["Location"] = f"/v1/profiles/{resolved.id}"
+    return _summary(resolved)
+
+
+@router.get("/{profile_id}", response_model=ModelProfile)
+def get_profile(profile_id: str, request: Request, parts: ServicesDependency) -> Response:
+    """A stored profile."""
+    document = parts.profiles.document(profile_id)
+    return cacheable(request, document, media_type="application/json", cache_control=FOREVER)
+
+
+def _resolve(body: ModelProfile | CatalogueProfile, parts: ServicesDependency) -> ResolvedProfile:
+    if isinstance(body, ModelProfile):
+        return parts.profiles.given(body)
+    return parts.profiles.derived(body.model, sequence_length=body.sequence_length, dtype=body.dtype)
+
+
+def _summary(resolved: ResolvedProfile) -> ProfileSummary:
+    profile = resolved.profile
+    copies = sum(shared.parameters * (len(shared.layers) - 1) for shared in profile.shared_parameters)
+    return ProfileSummary(
+        id=resolved.id,
+        model=profile.model,
+        device=profile.device,
+        dtype=profile.dtype,
+        layers=len(profile.layers),
+        parameters=sum(layer.parameters for layer in profile.layers) - copies,
+        url=f"/v1/profiles/{resolved.id}",
+    )

@@ -1,0 +1,52 @@
+"""Runs the service until it is told to stop; then ends streams and solvers, and leaves the queue to the next start."""
+
+from __future__ import annotations
+
+import logging
+import socket
+
+import uvicorn
+from fastapi import FastAPI
+
+from api.app import create_app
+from api.settings import Settings
+
+SHUTDOWN_SECONDS = 10
+"""Requests under way may take so long to end."""
+
+
+class PlannerServer(uvicorn.Server):
+    """uvicorn, which waits for open connections before it tells the application to stop; ours must be told first.
+
+    Else event streams and clients that wait for a plan would hold up every stop.
+    """
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
+        super().__init__(config)
+        self._app = app
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop the jobs, then the server."""
+        services = getattr(self._app.state, "services", None)
+        if services is not None:
+            await services.jobs.stop()
+        await super().shutdown(sockets)
+
+
+def server_of(settings: Settings, app: FastAPI | None = None) -> PlannerServer:
+    """A server that is not running yet."""
+    app = app or create_app(settings)
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+    )
+    return PlannerServer(config, app)
+
+
+def serve(settings: Settings) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    server_of(settings).run()

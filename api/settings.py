@@ -1,0 +1,111 @@
+"""Settings of the service: command line over ``PLANNER_*`` environment over a TOML file over the defaults."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from planner.errors import DocumentError, Problem
+from planner.spec.document import problems_of
+
+ENVIRONMENT_PREFIX = "PLANNER_"
+MEBIBYTE = 1 << 20
+
+
+def usable_cores() -> int:
+    """Cores that this process may use (a container's share, not the machine's)."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class Settings(BaseModel):
+    """How the service runs. Every field is also an environment variable: ``PLANNER_PORT``, ``PLANNER_DATABASE`` ..."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True)
+
+    host: str = Field(default="127.0.0.1", min_length=1)
+    """Address to listen on; 0.0.0.0 for every interface."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """0: any free port."""
+    database: Path = Path("planner.db")
+    """SQLite file of plans, profiles and jobs; made when absent."""
+    max_body_bytes: int = Field(default=32 * MEBIBYTE, ge=1024)
+    """Largest request body."""
+    max_layers: int = Field(default=10_000, ge=1)
+    """Most layers of a profile."""
+    max_devices: int = Field(default=131_072, ge=1)
+    """Most devices of a cluster."""
+    max_solver_seconds: float = Field(default=600.0, gt=0)
+    """Highest `options.time_limit_seconds` that a request may ask for; predictions end by then too."""
+    solver_grace_seconds: float = Field(default=30.0, ge=0)
+    """A solver that overruns its time limit by more is killed."""
+    concurrency: int = Field(default_factory=usable_cores, ge=1)
+    """Solver processes at the same time."""
+    queue_length: int = Field(default=32, ge=0)
+    """Solves that may wait for a process; more are answered 429."""
+    default_wait_seconds: float = Field(default=5.0, ge=0)
+    """How long POST /v1/plans waits for the plan when the client does not say (``Prefer: wait=N``)."""
+    max_wait_seconds: float = Field(default=60.0, ge=0)
+    """Longest wait that a client may ask for."""
+
+
+def load_settings(
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    config: str | Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Settings:
+    """Settings from all sources; `overrides` (the command line; None values are absent) win.
+
+    Raises:
+        DocumentError: a value is wrong, a file cannot be read, or a name is unknown; the field names its source.
+    """
+    environment = os.environ if environment is None else environment
+    sources = [
+        _from_file(Path(config)) if config is not None else {},
+        _from_environment(environment),
+        {name: (value, "") for name, value in (overrides or {}).items() if value is not None},
+    ]
+    merged = {name: found for source in sources for name, found in source.items()}
+    try:
+        return Settings.model_validate({name: value for name, (value, _) in merged.items()})
+    except ValidationError as error:
+        problems = tuple(_with_source(problem, merged) for problem in problems_of(error, Settings))
+        raise DocumentError("", problems=problems) from None
+
+
+def _from_file(path: Path) -> dict[str, tuple[Any, str]]:
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DocumentError(
+            f"cannot be read: {error.strerror}.", field=str(path), mend="give a readable TOML file."
+        ) from None
+    except ValueError as error:
+        raise DocumentError(f"is not valid TOML: {error}.", field=str(path), mend="mend the file.") from None
+    return {name: (value, f"{path}: {name}") for name, value in values.items()}
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    """Only the names of settings: others that start so belong to the command line or to Kubernetes."""
+    found = {}
+    for name in Settings.model_fields:
+        variable = ENVIRONMENT_PREFIX + name.upper()
+        if variable in environment:
+            found[name] = (environment[variable], variable)
+    return found
+
+
+def _with_source(problem: Problem, merged: Mapping[str, tuple[Any, str]]) -> Problem:
+    value, source = merged.get(problem.field, (None, ""))
+    mend = problem.mend
+    if isinstance(value, str) and value.startswith("tcp://"):
+        mend = "Kubernetes sets this variable for a Service named planner; set enableServiceLinks: false, or rename it."
+    return replace(problem, field=source or problem.field, mend=mend)

@@ -1,0 +1,206 @@
+"""The solver processes of the service: at most `concurrency` at work, at most `queue_length` tasks waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from api.documents import Answer
+from api.errors import NotReadyError, QueueFullError, SolverError
+from api.metrics import Metrics
+from api.settings import Settings
+from api.solver import Answered, Crashed, Refused, Reported, SolverProcess, Task, Work
+from planner.errors import PlannerError
+
+logger = logging.getLogger("api")
+
+ProgressHandler = Callable[[Reported], None]
+
+
+class Ticket:
+    """A task's way to its end: cancel it before or while it runs, from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: SolverProcess | None = None
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        """Stop the task; harmless when it has ended."""
+        with self._lock:
+            self.cancelled = True
+            if self._process is not None:
+                self._process.kill()
+
+    def attach(self, process: SolverProcess) -> None:
+        """The task runs in `process` from now on."""
+        with self._lock:
+            self._process = process
+            if self.cancelled:
+                process.kill()
+
+    def detach(self) -> None:
+        """The process is not the task's any more."""
+        with self._lock:
+            self._process = None
+
+
+class Solvers:
+    """Runs tasks in processes. All async methods, and `admit`, belong to one event loop."""
+
+    def __init__(self, work: Work, settings: Settings, metrics: Metrics) -> None:
+        self._work, self._settings, self._metrics = work, settings, metrics
+        self._slots = asyncio.Semaphore(settings.concurrency)
+        self._threads = ThreadPoolExecutor(settings.concurrency, thread_name_prefix="solver")
+        self._admitted: set[Ticket] = set()
+        self._lock = threading.Lock()
+        self._spare: SolverProcess | None = None
+        self._stopping = False
+        self.running = 0
+
+    @property
+    def waiting(self) -> int:
+        """Admitted tasks whose turn has not come."""
+        return len(self._admitted) - self.running
+
+    @property
+    def has_room(self) -> bool:
+        """Another task may wait, or start at once."""
+        return len(self._admitted) < self._settings.concurrency + self._settings.queue_length
+
+    def admit(self, *, beyond_limit: bool = False) -> Ticket:
+        """Let a task into the queue; it must be `run` then.
+
+        Raises:
+            QueueFullError: no more tasks may wait.
+            NotReadyError: the service is stopping.
+        """
+        if self._stopping:
+            raise NotReadyError("the service is stopping.", mend="ask again in a moment.", retry_after_seconds=1)
+        if not beyond_limit and not self.has_room:
+            raise self._full()
+        ticket = Ticket()
+        self._admitted.add(ticket)
+        return ticket
+
+    async def run(
+        self, ticket: Ticket, make_task: Callable[[], Task | None], *, seconds: float, on_progress: ProgressHandler
+    ) -> Answer | None:
+        """Do an admitted task when its turn comes, within `seconds` of work; None when it was cancelled.
+
+        `make_task` is called in a thread when the turn has come, and may give up by returning None; `on_progress` is
+        called in that thread too.
+
+        Raises:
+            PlannerError: the planner refused the task.
+            SolverError: the process crashed, died or overran `seconds`.
+        """
+        try:
+            async with self._slots:
+                if ticket.cancelled:
+                    return None
+                self.running += 1
+                try:
+                    loop = asyncio.get_running_loop()
+                    return await loop.run_in_executor(self._threads, self._do, ticket, make_task, seconds, on_progress)
+                finally:
+                    self.running -= 1
+        finally:
+            self._admitted.discard(ticket)
+
+    def warm_up(self) -> None:
+        """Have one process ready, so that the next task need not wait for its imports."""
+        with self._lock:
+            if self._spare is None and not self._stopping:
+                self._spare = SolverProcess(self._work)
+
+    async def stop(self) -> None:
+        """Kill every process and wait for its thread; waiting tasks give up."""
+        with self._lock:
+            self._stopping = True
+            spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.close()
+        for ticket in tuple(self._admitted):
+            ticket.cancel()
+        await asyncio.to_thread(self._threads.shutdown)
+
+    def _full(self) -> QueueFullError:
+        return QueueFullError(
+            f"{self.running} solves run and {self.waiting} wait.",
+            mend="try again later, or raise queue_length or concurrency of the service.",
+            limits={"queue_length": self._settings.queue_length, "concurrency": self._settings.concurrency},
+            retry_after_seconds=max(1, math.ceil(self._metrics.solve_seconds.mean)),
+        )
+
+    def _do(
+        self, ticket: Ticket, make_task: Callable[[], Task | None], seconds: float, on_progress: ProgressHandler
+    ) -> Answer | None:
+        task = make_task()
+        if task is None:
+            return None
+        started = time.monotonic()
+        process = self._process()
+        try:
+            ticket.attach(process)
+            process.send(task)
+            return self._follow(process, seconds, ticket, on_progress)
+        finally:
+            ticket.detach()
+            process.close()
+            self._metrics.solve_seconds.observe(time.monotonic() - started)
+            self.warm_up()
+
+    def _process(self) -> SolverProcess:
+        with self._lock:
+            spare, self._spare = self._spare, None
+        if spare is not None and spare.alive:
+            return spare
+        if spare is not None:
+            spare.close()
+        return SolverProcess(self._work)
+
+    def _follow(
+        self, process: SolverProcess, seconds: float, ticket: Ticket, on_progress: ProgressHandler
+    ) -> Answer | None:
+        try:
+            for message in process.messages(seconds):
+                match message:
+                    case Reported():
+                        on_progress(message)
+                    case Answered(answer):
+                        return answer
+                    case Refused(error):
+                        raise error
+                    case Crashed(trace):
+                        logger.error("solver crashed:\n%s", trace)
+                        raise _crashed()
+        except TimeoutError:
+            raise _overran(seconds) from None
+        if ticket.cancelled:
+            return None
+        raise _died(process.exit_code)
+
+
+def _crashed() -> PlannerError:
+    return SolverError("the solver met an unexpected error; the service's log has it.", mend="report it.")
+
+
+def _overran(seconds: float) -> PlannerError:
+    return SolverError(
+        f"the solver did not end within {seconds:g} seconds and was stopped.",
+        field="options.time_limit_seconds",
+        mend="constrain the job further, or ask for a smaller cluster or profile.",
+    )
+
+
+def _died(exit_code: int | None) -> PlannerError:
+    return SolverError(
+        f"the solver process ended with code {exit_code} and no answer (out of memory?).",
+        mend="constrain the job further, or give the service more memory.",
+    )

@@ -1,0 +1,343 @@
+"""Profiles, plans, jobs, their events and measured runs in one SQLite file (WAL; a backup is a copy of the file).
+
+One service owns the file, and holds a lock beside it while it runs; so a job that is still `running` when the service
+starts belongs to a dead process, and is queued again (at least once: solves are pure).
+
+All changes of a job's status are compare-and-set: whoever ends a job first (solver, client, shutdown) wins.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from api.documents import FINISHED, JobStatus
+from planner.errors import DocumentError, RunError
+
+SCHEMA_VERSION = 1
+LARGEST_INTEGER = 2**63 - 1
+"""Of SQLite."""
+SCHEMA = """
+CREATE TABLE schema_version (version INTEGER NOT NULL);
+CREATE TABLE profiles (
+    id TEXT PRIMARY KEY, document TEXT NOT NULL, created_at TEXT NOT NULL
+);
+CREATE TABLE plans (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, profile_id TEXT NOT NULL,
+    status TEXT NOT NULL, model TEXT NOT NULL, devices INTEGER NOT NULL, step_seconds REAL,
+    final INTEGER NOT NULL, document TEXT NOT NULL, created_at TEXT NOT NULL
+);
+CREATE TABLE jobs (
+    id TEXT PRIMARY KEY, plan_id TEXT NOT NULL, profile_id TEXT NOT NULL, request TEXT NOT NULL,
+    status TEXT NOT NULL, attempts INTEGER NOT NULL DEFAULT 0, progress TEXT, problem TEXT,
+    created_at TEXT NOT NULL, started_at TEXT, finished_at TEXT
+);
+CREATE UNIQUE INDEX one_active_job_per_plan ON jobs (plan_id) WHERE status IN ('queued', 'running');
+CREATE TABLE events (
+    job_id TEXT NOT NULL REFERENCES jobs (id), number INTEGER NOT NULL, name TEXT NOT NULL, data TEXT NOT NULL,
+    PRIMARY KEY (job_id, number)
+) WITHOUT ROWID;
+CREATE TABLE measurements (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, plan_id TEXT NOT NULL REFERENCES plans (id), document TEXT NOT NULL,
+    created_at TEXT NOT NULL
+);
+CREATE INDEX measurements_of_plan ON measurements (plan_id);
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """A stored result, without its document."""
+
+    number: int
+    id: str
+    profile_id: str
+    status: Literal["succeeded", "infeasible"]
+    model: str
+    devices: int
+    step_seconds: float | None
+    final: bool
+    """False: no plan was found in time, but there may be one; the next request solves again."""
+    created_at: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobRow:
+    """A solve. `request` is the `PlanRequest` without its profile, as JSON; `progress` and `problem` are JSON."""
+
+    id: str
+    plan_id: str
+    profile_id: str
+    request: str
+    status: JobStatus
+    attempts: int
+    progress: str | None
+    problem: str | None
+    created_at: str
+    started_at: str | None
+    finished_at: str | None
+
+    @property
+    def finished(self) -> bool:
+        """No more events will come."""
+        return self.status in FINISHED
+
+
+@dataclass(frozen=True, slots=True)
+class EventRow:
+    """Something that happened to a job; `data` is JSON."""
+
+    number: int
+    name: str
+    data: str
+
+
+@dataclass(frozen=True, slots=True)
+class MeasurementRow:
+    """A measured run of a plan; `document` is JSON."""
+
+    id: int
+    plan_id: str
+    document: str
+    created_at: str
+
+
+PLAN_COLUMNS = tuple(field.name for field in fields(PlanRow) if field.name != "number")
+
+
+Row = TypeVar("Row", PlanRow, JobRow, EventRow, MeasurementRow)
+
+
+class Store:
+    """The database. Thread-safe: one connection, one lock; every method is one short transaction."""
+
+    def __init__(self, path: Path) -> None:
+        self._lock = threading.RLock()
+        self._owner = _own(path)
+        try:
+            self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10)
+            self._prepare(path)
+        except sqlite3.Error as error:
+            self._owner.close()
+            raise DocumentError(
+                f"is not a usable database: {error}.", field=str(path), mend="give another path, or restore the file."
+            ) from None
+
+    def close(self) -> None:
+        """Give the file back."""
+        with self._lock:
+            self._connection.close()
+            self._owner.close()
+
+    def check_writable(self) -> None:
+        """Raise `sqlite3.Error` unless a transaction can be written."""
+        with self._transaction():
+            self._run("UPDATE schema_version SET version = version")
+
+    # Profiles
+
+    def add_profile(self, profile_id: str, document: str) -> bool:
+        """Store a profile; False when it is already there."""
+        sql = "INSERT INTO profiles VALUES (?, ?, ?) ON CONFLICT DO NOTHING"
+        with self._transaction():
+            return self._run(sql, profile_id, document, now()).rowcount > 0
+
+    def profile(self, profile_id: str) -> str | None:
+        """JSON of a profile."""
+        return self._text("SELECT document FROM profiles WHERE id = ?", profile_id)
+
+    # Plans
+
+    def plan(self, plan_id: str) -> tuple[PlanRow, str] | None:
+        """A result and its JSON."""
+        rows = self._rows(PlanRow, "FROM plans WHERE id = ?", plan_id)
+        if not rows:
+            return None
+        document = self._text("SELECT document FROM plans WHERE id = ?", plan_id)
+        assert document is not None
+        return rows[0], document
+
+    def plans(self, *, before: int | None, limit: int) -> list[PlanRow]:
+        """Results, newest first, older than number `before`."""
+        newest = LARGEST_INTEGER if before is None else before
+        return self._rows(PlanRow, "FROM plans WHERE number < ? ORDER BY number DESC LIMIT ?", newest, limit)
+
+    # Jobs
+
+    def add_job(self, job_id: str, *, plan_id: str, profile_id: str, request: str) -> None:
+        """Queue a solve; the caller has seen that no other job of this plan is active."""
+        sql = "INSERT INTO jobs (id, plan_id, profile_id, request, status, created_at) VALUES (?, ?, ?, ?, 'queued', ?)"
+        with self._transaction():
+            self._run(sql, job_id, plan_id, profile_id, request, now())
+            self._add_event(job_id, "queued", "{}")
+
+    def job(self, job_id: str) -> JobRow | None:
+        """A job."""
+        rows = self._rows(JobRow, "FROM jobs WHERE id = ?", job_id)
+        return rows[0] if rows else None
+
+    def active_job(self, plan_id: str) -> JobRow | None:
+        """The queued or running job of a plan."""
+        rows = self._rows(JobRow, "FROM jobs WHERE plan_id = ? AND status IN ('queued', 'running')", plan_id)
+        return rows[0] if rows else None
+
+    def start_job(self, job_id: str) -> bool:
+        """queued -> running; False when it is not queued any more."""
+        sql = "UPDATE jobs SET status = 'running', attempts = attempts + 1, started_at = ? "
+        with self._transaction():
+            started = self._run(sql + "WHERE id = ? AND status = 'queued'", now(), job_id).rowcount > 0
+            if started:
+                self._add_event(job_id, "started", "{}")
+            return started
+
+    def progress(self, job_id: str, event: str, progress: str) -> None:
+        """Note how far a running job is."""
+        sql = "UPDATE jobs SET progress = ? WHERE id = ? AND status = 'running'"
+        with self._transaction():
+            if self._run(sql, progress, job_id).rowcount:
+                self._add_event(job_id, event, progress)
+
+    def finish_with_result(self, job: JobRow, plan: PlanRow, document: str) -> bool:
+        """running -> succeeded or infeasible, and store the result; False when the job has ended otherwise."""
+        with self._transaction():
+            if not self._finish(job.id, plan.status, None):
+                return False
+            values = [getattr(plan, name) for name in PLAN_COLUMNS]
+            updates = ", ".join(f"{name} = excluded.{name}" for name in (*PLAN_COLUMNS, "document"))
+            self._run(
+                f"INSERT INTO plans ({', '.join(PLAN_COLUMNS)}, document) VALUES ({'?, ' * len(values)}?)"
+                f" ON CONFLICT (id) DO UPDATE SET {updates} WHERE NOT plans.final",
+                *values,
+                document,
+            )
+            return True
+
+    def finish(self, job_id: str, status: Literal["failed", "cancelled"], problem: str | None = None) -> bool:
+        """queued or running -> failed or cancelled; False when it has ended already."""
+        with self._transaction():
+            return self._finish(job_id, status, problem)
+
+    def requeue(self, job_id: str) -> None:
+        """running -> queued: its solver was stopped by the service's own end."""
+        sql = (
+            "UPDATE jobs SET status = 'queued', started_at = NULL, progress = NULL WHERE id = ? AND status = 'running'"
+        )
+        with self._transaction():
+            if self._run(sql, job_id).rowcount:
+                self._add_event(job_id, "queued", "{}")
+
+    def unfinished_jobs(self) -> list[JobRow]:
+        """Jobs to take up again at the start, oldest first."""
+        return self._rows(JobRow, "FROM jobs WHERE status IN ('queued', 'running') ORDER BY created_at, rowid")
+
+    def events(self, job_id: str, *, after: int) -> list[EventRow]:
+        """Events of a job past number `after`."""
+        return self._rows(EventRow, "FROM events WHERE job_id = ? AND number > ? ORDER BY number", job_id, after)
+
+    # Measured runs
+
+    def add_measurement(self, plan_id: str, document: str) -> MeasurementRow:
+        """Store a measured run."""
+        created_at = now()
+        with self._transaction():
+            sql = "INSERT INTO measurements (plan_id, document, created_at) VALUES (?, ?, ?)"
+            number = self._run(sql, plan_id, document, created_at).lastrowid
+        assert number is not None
+        return MeasurementRow(number, plan_id, document, created_at)
+
+    def measurement(self, plan_id: str, number: int) -> MeasurementRow | None:
+        """A measured run of a plan."""
+        rows = self._rows(MeasurementRow, "FROM measurements WHERE plan_id = ? AND id = ?", plan_id, number)
+        return rows[0] if rows else None
+
+    def measurements(self, plan_id: str) -> list[MeasurementRow]:
+        """Measured runs of a plan, newest first."""
+        return self._rows(MeasurementRow, "FROM measurements WHERE plan_id = ? ORDER BY id DESC", plan_id)
+
+    # Within
+
+    def _prepare(self, path: Path) -> None:
+        self._run("PRAGMA journal_mode = WAL")
+        self._run("PRAGMA synchronous = NORMAL")
+        self._run("PRAGMA foreign_keys = ON")
+        if not self._text("SELECT name FROM sqlite_master WHERE name = 'schema_version'"):
+            self._connection.executescript(
+                f"BEGIN; {SCHEMA} INSERT INTO schema_version VALUES ({SCHEMA_VERSION}); COMMIT;"
+            )
+        version = self._run("SELECT version FROM schema_version").fetchone()[0]
+        if version != SCHEMA_VERSION:
+            self.close()
+            raise DocumentError(
+                f"has schema version {version}, this planner writes {SCHEMA_VERSION}.",
+                field=str(path),
+                mend="start the planner that wrote it, or give another path.",
+            )
+
+    def _finish(self, job_id: str, status: str, problem: str | None) -> bool:
+        sql = (
+            "UPDATE jobs SET status = ?, problem = ?, finished_at = ? WHERE id = ? AND status IN ('queued', 'running')"
+        )
+        if not self._run(sql, status, problem, now(), job_id).rowcount:
+            return False
+        self._add_event(job_id, "done", f'{{"status":"{status}"}}')
+        return True
+
+    def _add_event(self, job_id: str, name: str, data: str) -> None:
+        sql = "INSERT INTO events SELECT ?, 1 + coalesce(max(number), 0), ?, ? FROM events WHERE job_id = ?"
+        self._run(sql, job_id, name, data, job_id)
+
+    def _rows(self, kind: type[Row], sql: str, *values: Any) -> list[Row]:
+        columns = ", ".join(field.name for field in fields(kind))
+        with self._lock:
+            return [kind(*row) for row in self._run(f"SELECT {columns} {sql}", *values).fetchall()]
+
+    def _text(self, sql: str, *values: Any) -> str | None:
+        with self._lock:
+            row: Sequence[str] | None = self._run(sql, *values).fetchone()
+        return row[0] if row else None
+
+    def _run(self, sql: str, *values: Any) -> sqlite3.Cursor:
+        with self._lock:
+            return self._connection.execute(sql, values)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with self._lock:
+            self._run("BEGIN IMMEDIATE")
+            try:
+                yield
+            except BaseException:
+                self._run("ROLLBACK")
+                raise
+            self._run("COMMIT")
+
+
+def now() -> str:
+    """This moment, RFC 3339, UTC."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _own(path: Path) -> Any:
+    """Lock ``<path>.lock`` until it is closed; the system lets it go when the process dies, however it dies."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.with_name(path.name + ".lock").open("w")
+    except OSError as error:
+        raise DocumentError(
+            f"cannot be written: {error.strerror}.", field=str(path), mend="give a path in a writable directory."
+        ) from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise RunError(
+            "another service uses this database.", field=str(path), mend="stop it, or give another path."
+        ) from None
+    return lock
