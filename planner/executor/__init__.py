@@ -1,1 +1,19 @@
-"""Applies a plan under torchrun."""
+"""Applies a plan under torchrun. The one part of the planner that needs torch, loaded when it is asked for."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from planner.executor.executor import Executor
+
+__all__ = ["Executor"]
+
+_HOME = {"Executor": "planner.executor.executor"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

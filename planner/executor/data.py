@@ -1,0 +1,194 @@
+"""Training data: every sample has a number, and a step reads the samples of its global batch in order.
+
+Data-parallel rank d of D reads part d of the batch, so the ranks together read what one process would, in the same
+order. Nothing is shared between ranks but the numbers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from planner.errors import DocumentError, PlannerError, UnsupportedError
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+"""Inputs and targets, samples along dimension 0."""
+
+Dataset = Callable[[int, int], Batch]
+"""(start, stop) -> the samples start..stop-1. The same numbers must always give the same samples."""
+
+STDLIB_BYTES = 4_000_000
+BYTE_VALUES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class DataSpec:
+    """What the model takes."""
+
+    input_kind: str
+    """``tokens``, ``images`` or ``features``."""
+    sequence_length: int
+    vocabulary_size: int
+    sample_shape: tuple[int, ...]
+    """Of one image or feature vector."""
+    classes: int
+    """Size of the model's last output dimension."""
+
+
+def load_dataset(name: str, spec: DataSpec, *, seed: int) -> Dataset:
+    """Open the data that a name tells.
+
+    Args:
+        name: ``stdlib`` (the sources of Python's own standard library, as byte tokens), ``synthetic`` (random samples
+            of the right shape), the path of a text file (byte tokens), or ``package.module:callable`` with the
+            signature of `Dataset`.
+
+    Raises:
+        DocumentError: there is no such file or callable, or it holds less than one sample.
+        UnsupportedError: the data does not fit the model's inputs.
+    """
+    if name == "synthetic":
+        return _Synthetic(spec, seed)
+    if ":" in name and not Path(name).exists():
+        return _UserData(load_callable(name, field="data"), name)
+    if spec.input_kind != "tokens":
+        raise UnsupportedError(
+            f"{name!r} is text, but the model takes {spec.input_kind}.",
+            field="data",
+            mend="use 'synthetic', or package.module:callable that returns (inputs, targets).",
+        )
+    text = _stdlib_sources() if name == "stdlib" else _read_bytes(Path(name))
+    return _ByteTokens(text, spec, name, seed)
+
+
+def local_part(step: int, global_batch_size: int, data_rank: int, data_ranks: int) -> tuple[int, int]:
+    """First sample and one past the last of a data-parallel rank's part of a step's global batch."""
+    part = global_batch_size // data_ranks
+    start = step * global_batch_size + data_rank * part
+    return start, start + part
+
+
+def load_callable(reference: str, *, field: str) -> Callable[..., Any]:
+    """Import ``package.module:callable``; the working directory is searched too.
+
+    Raises:
+        DocumentError: the module cannot be imported or has no such callable.
+    """
+    import sys
+
+    module_name, _, attribute = reference.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        value = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise DocumentError(
+            f"{reference!r} cannot be imported: {error}.", field=field, mend="write package.module:callable."
+        ) from None
+    if not callable(value):
+        raise DocumentError(f"{reference!r} is not callable.", field=field, mend="name a function.")
+    return value  # type: ignore[no-any-return]
+
+
+class _ByteTokens:
+    """Windows of a text's bytes in an order shuffled by the seed; after the last window it starts anew."""
+
+    def __init__(self, text: bytes, spec: DataSpec, name: str, seed: int) -> None:
+        if spec.vocabulary_size < BYTE_VALUES:
+            raise UnsupportedError(
+                f"byte tokens need a vocabulary of {BYTE_VALUES}, the model has {spec.vocabulary_size}.",
+                field="data",
+                mend="use 'synthetic', or package.module:callable.",
+            )
+        windows = len(text) // spec.sequence_length
+        if windows == 0:
+            raise DocumentError(
+                f"{name!r} holds {len(text)} bytes, less than one sample of {spec.sequence_length} tokens.",
+                field="data",
+                mend="give more text.",
+            )
+        whole = torch.frombuffer(bytearray(text[: windows * spec.sequence_length]), dtype=torch.uint8)
+        self._windows = whole.view(windows, spec.sequence_length)
+        self._order = torch.randperm(windows, generator=torch.Generator().manual_seed(seed))
+
+    def __call__(self, start: int, stop: int) -> Batch:
+        chosen = self._order[torch.arange(start, stop) % len(self._order)]
+        tokens = self._windows[chosen].long()
+        return tokens, tokens
+
+
+class _Synthetic:
+    """Random samples, each from a stream of its own: noise to measure with, not to learn from."""
+
+    def __init__(self, spec: DataSpec, seed: int) -> None:
+        self._spec = spec
+        self._seed = seed
+
+    def __call__(self, start: int, stop: int) -> Batch:
+        samples = [self._sample(index) for index in range(start, stop)]
+        return torch.stack([inputs for inputs, _ in samples]), torch.stack([targets for _, targets in samples])
+
+    def _sample(self, index: int) -> Batch:
+        generator = torch.Generator().manual_seed(hash((self._seed, index)) & 0x7FFFFFFFFFFFFFFF)
+        if self._spec.input_kind == "tokens":
+            length = (self._spec.sequence_length,)
+            tokens = torch.randint(self._spec.vocabulary_size, length, generator=generator)
+            return tokens, tokens
+        inputs = torch.randn(self._spec.sample_shape, generator=generator)
+        return inputs, torch.randint(self._spec.classes, (), generator=generator)
+
+
+class _UserData:
+    """The user's own callable, its answers checked."""
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        self._function = function
+        self._name = name
+
+    def __call__(self, start: int, stop: int) -> Batch:
+        try:
+            inputs, targets = self._function(start, stop)
+        except PlannerError:
+            raise
+        except Exception as error:
+            raise DocumentError(
+                f"{self._name}({start}, {stop}) failed: {type(error).__name__}: {error}.",
+                field="data",
+                mend="return (inputs, targets) of the samples start..stop-1.",
+            ) from error
+        for role, value in (("inputs", inputs), ("targets", targets)):
+            if not isinstance(value, torch.Tensor) or len(value) != stop - start:
+                raise DocumentError(
+                    f"{self._name}({start}, {stop}) returned {role} that are not a tensor of {stop - start} samples.",
+                    field="data",
+                    mend="return (inputs, targets), samples along dimension 0.",
+                )
+        return inputs, targets
+
+
+def _stdlib_sources() -> bytes:
+    """The first bytes of the standard library's top-level modules, in order of their names."""
+    text = b""
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        text += path.read_bytes()
+        if len(text) >= STDLIB_BYTES:
+            break
+    return text[:STDLIB_BYTES]
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DocumentError(
+            f"cannot be read: {error}.",
+            field=f"data: {path}",
+            mend="use 'stdlib', 'synthetic', a text file, or package.module:callable.",
+        ) from None

@@ -1,0 +1,203 @@
+"""The executor: applies a plan inside a process group, one object per rank."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from planner.errors import MismatchError, RunError
+from planner.executor.build import boundaries, build_rank, stage_ranges
+from planner.executor.data import DataSpec, load_dataset
+from planner.executor.loss import load_loss
+from planner.executor.memory import peak_bytes, reset_peak
+from planner.executor.mesh import build_mesh
+from planner.executor.report import gather, rank_of
+from planner.executor.support import check_plan, check_world
+from planner.executor.training import Metrics, Trainer
+from planner.spec.document import read
+from planner.spec.measured import MeasuredRun
+from planner.spec.plan import Plan
+from profiler.models import ModelSource, load_model
+
+DEFAULT_LEARNING_RATE = 3e-4
+DEFAULT_TIMEOUT_SECONDS = 300.0
+
+
+class Executor:
+    """Trains a model as a plan says. Three lines of a script that torchrun starts::
+
+        executor = Executor("plan.json", "gpt2")
+        measured = executor.train(steps=20)
+        executor.close()
+
+    Args:
+        plan: the plan, or its file.
+        model: the model, or its reference (`profiler.models.load_model`).
+        data, loss: see `planner.executor.data.load_dataset` and `planner.executor.loss.load_loss`.
+        seed: of initial values, of dropout and of the order of samples.
+        max_gradient_norm: clip the gradients' 2-norm, over the whole model.
+        device: ``cpu`` or ``cuda``; None: CUDA when there is any.
+        timeout_seconds: a rank that waits longer for another gives up, so that none hangs when one fails.
+
+    Raises:
+        LayoutError: WORLD_SIZE is not the plan's number of ranks, or the plan does not hold together.
+        MismatchError: a plan of another model.
+        UnsupportedError: the plan or model uses something that the executor does not carry out.
+    """
+
+    def __init__(
+        self,
+        plan: Plan | str | Path,
+        model: ModelSource | str,
+        *,
+        data: str = "stdlib",
+        loss: str | None = None,
+        seed: int = 0,
+        learning_rate: float = DEFAULT_LEARNING_RATE,
+        max_gradient_norm: float | None = None,
+        device: str | None = None,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    ) -> None:
+        self.plan = plan if isinstance(plan, Plan) else read(Plan, plan)
+        grid = check_plan(self.plan)
+        check_world(self.plan, world_size())
+        self.source = model if isinstance(model, ModelSource) else load_model(model)
+        check_model(self.plan, self.source)
+        self.device = choose_device(device)
+        self._made_group = _join(self.device, timeout_seconds)
+        self.mesh = build_mesh(grid, self.device.type)
+        self.part = build_rank(
+            self.plan,
+            self.source,
+            self.mesh,
+            device=self.device,
+            seed=seed,
+            learning_rate=learning_rate,
+            loss=load_loss(loss, self.source.input_kind),
+        )
+        dataset = load_dataset(data, data_spec(self.plan, self.source), seed=seed)
+        self._trainer = Trainer(self.plan, self.part, self.mesh, dataset, device=self.device, clip=max_gradient_norm)
+
+    def train(
+        self, steps: int, *, metrics: str | Path | None = None, on_step: Callable[[Metrics], None] | None = None
+    ) -> MeasuredRun:
+        """Train from step 0 and return what happened, the same on every rank.
+
+        Args:
+            metrics: file for one JSON line per step, written by rank 0.
+            on_step: called on rank 0 after every step.
+        """
+        if steps < 1:
+            raise RunError(f"cannot train {steps} steps.", field="steps", mend="give a whole number of at least 1.")
+        reset_peak(self.device)
+        with _MetricsFile(metrics if self.mesh.rank == 0 else None, on_step) as report:
+            records = self._trainer.train(steps, report if self.mesh.rank == 0 else _ignore)
+        peak = peak_bytes(self.device)
+        mine = rank_of(self.part.module, self.part.optimizer, self.mesh, peak_bytes=peak)
+        return gather(self.plan, self.source.name, self.device, mine, records)
+
+    def close(self) -> None:
+        """Leave the process group, when this executor made it."""
+        if self._made_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def world_size() -> int:
+    """Processes of the run: of the process group when there is one, else what torchrun tells."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def choose_device(name: str | None) -> torch.device:
+    """This process' device.
+
+    Raises:
+        RunError: CUDA is asked for and not there.
+    """
+    kind = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cpu":
+        return torch.device("cpu")
+    if kind != "cuda" or not torch.cuda.is_available():
+        raise RunError(f"this process has no device {kind!r}.", field="device", mend="use cpu or, where present, cuda.")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def check_model(plan: Plan, source: ModelSource) -> None:
+    """Refuse a model that the plan was not made for.
+
+    Raises:
+        MismatchError: parameters or layers differ.
+    """
+    profile = plan.request.profile
+    if profile is not None and profile.model_digest and profile.model_digest != source.digest:
+        raise MismatchError(
+            f"the plan was made from a profile of {profile.model}, whose parameters are not those of {source.name}.",
+            field="model",
+            mend=f"run the plan with {profile.model}, or profile {source.name} and plan again.",
+        )
+    if profile is None and plan.request.model is not None and plan.request.model != source.name:
+        raise MismatchError(
+            f"the plan was made for {plan.request.model}, not for {source.name}.",
+            field="model",
+            mend=f"run the plan with {plan.request.model}, or plan again.",
+        )
+    stage_ranges(plan, source.cut())
+
+
+def data_spec(plan: Plan, source: ModelSource) -> DataSpec:
+    """What the model takes, for the data."""
+    length = plan.request.job.sequence_length
+    whole = stage_ranges(plan, source.cut())[-1]
+    return DataSpec(
+        input_kind=source.input_kind,
+        sequence_length=length,
+        vocabulary_size=source.vocabulary_size,
+        sample_shape=source.sample_shape,
+        classes=boundaries(plan, source, whole)[1].shape[-1],
+    )
+
+
+def _join(device: torch.device, timeout_seconds: float) -> bool:
+    """Make the default process group unless the script has made one."""
+    if dist.is_initialized():
+        return False
+    if "RANK" not in os.environ:
+        os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"})
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    bound = device if device.type == "cuda" else None
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), device_id=bound)
+    return True
+
+
+def _ignore(metrics: Metrics) -> None:
+    """Only rank 0 reports."""
+
+
+class _MetricsFile:
+    """Writes one JSON line per step, at once, so that a reader can follow; then tells the caller's function."""
+
+    def __init__(self, path: str | Path | None, on_step: Callable[[Metrics], None] | None) -> None:
+        self._file = None if path is None else Path(path).open("w", encoding="utf-8")
+        self._on_step = on_step
+
+    def __enter__(self) -> _MetricsFile:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def __call__(self, metrics: Metrics) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(asdict(metrics)) + "\n")
+            self._file.flush()
+        if self._on_step is not None:
+            self._on_step(metrics)

@@ -1,0 +1,109 @@
+"""What happens to gradients between the last backward and the optimizer, beyond what DDP does.
+
+All of it is linear, so the order does not matter: the mean over replicas (when DDP does not take it), the sum over a
+tensor-parallel group of gradients that see only this rank's heads, the sum over the copies of a parameter that several
+stages share. Clipping comes last and sees the whole model's norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from planner.executor.mesh import Mesh
+from planner.executor.sharding import local
+
+BUCKET_BYTES = 25 * 1024 * 1024
+"""One collective's worth of gradients, as in DDP."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedCopy:
+    """This rank's copy of a parameter that several stages hold."""
+
+    parameter: nn.Parameter
+    group: dist.ProcessGroup
+    """Ranks with the other copies (one per stage that holds it), of the same replica and shard."""
+    is_owner: bool
+    """Counts in the model's norm; the other copies are the same parameter again."""
+
+
+@torch.no_grad()
+def average_over_replicas(parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
+    """Replace every gradient by its mean over the data-parallel group."""
+    for bucket in _buckets([local(p.grad) for p in parameters if p.grad is not None]):
+        flat = _flatten_dense_tensors(bucket).div_(mesh.grid.data)
+        dist.all_reduce(flat, group=mesh.data_group)
+        for gradient, mean in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
+            gradient.copy_(mean)
+
+
+def _buckets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Tensors of one type in runs of about `BUCKET_BYTES`."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        bucket: list[torch.Tensor] = []
+        for tensor in (tensor for tensor in tensors if tensor.dtype == dtype):
+            bucket.append(tensor)
+            if sum(part.nbytes for part in bucket) >= BUCKET_BYTES:
+                yield bucket
+                bucket = []
+        if bucket:
+            yield bucket
+
+
+@torch.no_grad()
+def sum_partial(parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
+    """Add up gradients of replicated parameters that each saw only this rank's shard of the activations."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad, group=mesh.tensor_group)
+
+
+@torch.no_grad()
+def sum_shared(copies: Iterable[SharedCopy]) -> None:
+    """Give every copy the gradient of the one parameter that all of them stand for: the sum over the copies."""
+    for copy in copies:
+        gradient = copy.parameter.grad
+        if gradient is None:
+            gradient = copy.parameter.grad = torch.zeros_like(copy.parameter)
+        # Stages may shard their copies differently, so the sum is taken over whole gradients.
+        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        dist.all_reduce(whole, group=copy.group)
+        if isinstance(gradient, DTensor):
+            gradient.copy_(distribute_tensor(whole, gradient.device_mesh, gradient.placements, src_data_rank=None))
+
+
+@torch.no_grad()
+def clip(parameters: Iterable[nn.Parameter], copies: Iterable[SharedCopy], maximum: float, mesh: Mesh) -> float:
+    """Scale all gradients of the model down together so that their 2-norm is at most `maximum`; returns the norm.
+
+    The norm is that of the whole model: shards and stages add up, replicas and further copies count once.
+    """
+    parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    again = {id(copy.parameter) for copy in copies if not copy.is_owner}
+    counted = [parameter for parameter in parameters if id(parameter) not in again]
+    squares = torch.zeros(2, dtype=torch.float64, device=_device_of(mesh))
+    for parameter in counted:
+        square = local(parameter.grad).double().square().sum()
+        squares[0 if _is_sharded(parameter) else 1] += square
+    dist.all_reduce(squares[:1], group=mesh.tensor_group)
+    dist.all_reduce(squares, group=mesh.pipeline_group)
+    norm = float(squares.sum().sqrt())
+    factor = min(1.0, maximum / (norm + 1e-6))  # the same guard as torch.nn.utils.clip_grad_norm_
+    for parameter in parameters:
+        local(parameter.grad).mul_(factor)
+    return norm
+
+
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    return isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
+
+
+def _device_of(mesh: Mesh) -> torch.device:
+    return torch.device(mesh.device_mesh.device_type)

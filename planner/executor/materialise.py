@@ -1,0 +1,157 @@
+"""Give a stage its initial values: the same for every parameter and buffer, whatever the layout.
+
+Transformers of Hugging Face are built without storage for parameters, so that a rank never holds the parameters of
+another stage. Buffers are real from the start: most are computed by constructors (rotary frequencies, position ids,
+masks), stand in no checkpoint, and `to_empty` would leave garbage in them. Each module is then initialised by the
+model's own `_init_weights`, from a random stream that is seeded by the module's qualified name. The stream does not
+depend on which other modules the rank holds, and neither do the values.
+
+Other models state their rules only in their constructors. They are built whole on the host from a stream seeded once,
+which gives the same values everywhere, and what the stage does not own is dropped.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from planner.errors import UnsupportedError
+from planner.spec.profile import SharedParameters
+from profiler.models import ModelSource
+
+Prepare = Callable[[nn.Module], nn.Module]
+"""Takes a whole model whose parameters may have no storage, returns the part of it that a rank holds."""
+
+
+def materialise(source: ModelSource, prepare: Prepare, *, device: torch.device, seed: int) -> nn.Module:
+    """Build what `prepare` leaves of the model on the device, with the initial values of this seed.
+
+    Raises:
+        UnsupportedError: a parameter is left without a value by the model's own rules.
+    """
+    if source.config is None:
+        with _stream(seed, "", torch.device("cpu")):
+            model = source.build()
+        return prepare(model).to(device)
+    with _parameters_on_meta():
+        model = source.build()
+    owners = _owners(model, source.cut().shared_parameters)
+    part = prepare(model)
+    _allocate(part, device)
+    _initialise(part, device, seed)
+    for owner in owners:
+        _settle_shared(part, owner, part, device, seed)
+    _refuse_missing_values(part)
+    return part
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Within, every parameter loses its storage as it is registered; buffers keep theirs."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(self, name, None if parameter is None else _as_parameter(parameter, parameter.to("meta")))
+
+    with mock.patch.object(nn.Module, "register_parameter", register_on_meta):
+        yield
+
+
+def _as_parameter(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
+    return parameter if parameter.is_meta and data.is_meta else nn.Parameter(data, parameter.requires_grad)
+
+
+def _allocate(module: nn.Module, device: torch.device) -> None:
+    """Storage for every parameter, filled with NaN so that a forgotten one is noticed; ties are kept."""
+    made: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                empty = torch.full(parameter.shape, torch.nan, dtype=parameter.dtype, device=device)
+                made[id(parameter)] = _as_parameter(parameter, empty)
+            part._parameters[name] = made[id(parameter)]
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = buffer.to(device)
+
+
+def _initialise(module: nn.Module, device: torch.device, seed: int, *, name: str = "", rules: Any = None) -> None:
+    """Children first, as transformers does: a block may re-scale what its children drew.
+
+    `rules` is the nearest enclosing `PreTrainedModel`, whose `_init_weights` holds for everything below it.
+    """
+    rules = module if hasattr(module, "_init_weights") else rules
+    for child_name, child in module.named_children():
+        _initialise(child, device, seed, name=f"{name}.{child_name}" if name else child_name, rules=rules)
+    with _stream(seed, name, device), torch.no_grad():
+        rules._init_weights(module)
+
+
+@contextmanager
+def _stream(seed: int, name: str, device: torch.device) -> Iterator[None]:
+    """Within, random numbers come from the stream of this name; the caller's stream goes on undisturbed afterwards."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(int.from_bytes(digest[:8]))
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """The module whose parameter others share, before the stage was cut out of the model."""
+
+    module_name: str
+    attribute: str
+    module: nn.Module
+    copies: tuple[str, ...]
+    """Further qualified names of the parameter."""
+
+
+def _owners(model: nn.Module, shared: tuple[SharedParameters, ...]) -> list[_Owner]:
+    owners = []
+    for group in shared:
+        module_name, _, attribute = group.names[0].rpartition(".")
+        owners.append(_Owner(module_name, attribute, model.get_submodule(module_name), group.names[1:]))
+    return owners
+
+
+def _settle_shared(part: nn.Module, owner: _Owner, rules: Any, device: torch.device, seed: int) -> None:
+    """All copies of a shared parameter start with the value that the owner's module draws.
+
+    Where the owner and a copy are one parameter, the copy's module has drawn over it; where the owner stands in another
+    stage, it is built here for a moment.
+    """
+    parameters = dict(part.named_parameters(remove_duplicate=False))
+    if f"{owner.module_name}.{owner.attribute}" in parameters:
+        _initialise(part.get_submodule(owner.module_name), device, seed, name=owner.module_name, rules=rules)
+        return
+    held = [parameters[name] for name in owner.copies if name in parameters]
+    if not held:
+        return
+    module = copy.deepcopy(owner.module)
+    _allocate(module, device)
+    _initialise(module, device, seed, name=owner.module_name, rules=rules)
+    with torch.no_grad():
+        for parameter in held:
+            parameter.copy_(module.get_parameter(owner.attribute))
+
+
+def _refuse_missing_values(part: nn.Module) -> None:
+    for name, parameter in part.named_parameters():
+        if parameter.is_floating_point() and bool(torch.isnan(parameter).any()):
+            raise UnsupportedError(
+                f"the model's own _init_weights gives the parameter {name!r} no value.",
+                field="model",
+                mend="initialise it in _init_weights of the model's class.",
+            )

@@ -1,0 +1,90 @@
+"""The same training in one process without any parallelism: what a run of a plan must agree with.
+
+Same initial values, samples and order; the whole model, torch's optimizer and plain gradient accumulation, none of the
+pipeline's parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from planner.errors import UnsupportedError
+from planner.executor.data import load_dataset
+from planner.executor.executor import DEFAULT_LEARNING_RATE, data_spec
+from planner.executor.loss import load_loss
+from planner.executor.materialise import materialise
+from planner.executor.optimizer import make_optimizer
+from planner.executor.streams import RandomStreams
+from planner.executor.support import check_plan
+from planner.spec.plan import Plan
+from profiler.models import ModelSource
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Outcome of a single-process run."""
+
+    losses: tuple[float, ...]
+    """Mean over the global batch, per step, before the step's update."""
+    model: nn.Module
+    """After the last step; gradients are those of the last step."""
+
+
+def train_reference(
+    plan: Plan,
+    source: ModelSource,
+    *,
+    steps: int,
+    data: str = "stdlib",
+    loss: str | None = None,
+    seed: int = 0,
+    learning_rate: float = DEFAULT_LEARNING_RATE,
+    max_gradient_norm: float | None = None,
+) -> Reference:
+    """Train on the CPU in this process, in fp32, as the plan's job says, whatever its layout.
+
+    The batch is taken in the plan's micro-batches, because dropout and batch normalisation depend on them.
+
+    Raises:
+        UnsupportedError: the job's precision is not fp32.
+    """
+    check_plan(plan)
+    job = plan.request.job
+    if job.precision != "fp32":
+        raise UnsupportedError(
+            f"the single-process reference runs in fp32, the job in {job.precision}.",
+            field="request.job.precision",
+            mend="compare in fp32, or run without a reference.",
+        )
+    device = torch.device("cpu")
+    model = _whole_model(source, device, seed)
+    streams = RandomStreams(seed, device)
+    streams.attach(model, [name for layer in source.cut().layers for name in layer.modules])
+    optimizer = make_optimizer(job.optimizer, model.parameters(), learning_rate)
+    dataset = load_dataset(data, data_spec(plan, source), seed=seed)
+    loss_of = load_loss(loss, source.input_kind)
+    losses = []
+    for step in range(steps):
+        streams.step = step
+        optimizer.zero_grad()
+        batch = dataset(step * job.global_batch_size, (step + 1) * job.global_batch_size)
+        parts = list(zip(*(tensor.split(plan.layout.micro_batch_size) for tensor in batch), strict=True))
+        total = 0.0
+        for number, (inputs, targets) in enumerate(parts):
+            streams.micro_batch = number
+            value = loss_of(model(inputs), targets) / len(parts)
+            value.backward()
+            total += float(value.detach())
+        losses.append(total)
+        if max_gradient_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_gradient_norm)
+        optimizer.step()
+    return Reference(tuple(losses), model)
+
+
+def _whole_model(source: ModelSource, device: torch.device, seed: int) -> nn.Module:
+    cut = source.cut()
+    return materialise(source, lambda model: cut.stage(model, 0, len(cut.layers)), device=device, seed=seed)

@@ -1,0 +1,92 @@
+"""What a run did, gathered from all ranks into one document."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from planner.executor.mesh import Mesh
+from planner.executor.optimizer import Optimizer
+from planner.executor.sharding import local
+from planner.executor.timeline import Span
+from planner.spec.measured import MeasuredAction, MeasuredRank, MeasuredRun
+from planner.spec.plan import Plan
+
+WARM_UP_STEPS = 2
+"""The first steps allocate, connect and compile; they stay out of the median."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step as this rank saw it."""
+
+    loss: float
+    """Of the global batch; the same on all ranks."""
+    seconds: float
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """One rank's share of the document."""
+
+    rank: MeasuredRank
+    seconds: tuple[float, ...]
+    spans: tuple[tuple[Span, ...], ...]
+
+
+def rank_of(module: nn.Module, optimizer: Optimizer, mesh: Mesh, *, peak_bytes: int) -> MeasuredRank:
+    """What this rank holds."""
+    parameters = [local(parameter.detach()) for parameter in module.parameters()]
+    gradients = [local(parameter.grad) for parameter in module.parameters() if parameter.grad is not None]
+    return MeasuredRank(
+        rank=mesh.rank,
+        pipeline=mesh.pipeline,
+        parameters=sum(parameter.numel() for parameter in parameters),
+        peak_bytes=peak_bytes,
+        parameters_bytes=sum(parameter.nbytes for parameter in parameters),
+        gradients_bytes=sum(gradient.nbytes for gradient in gradients),
+        optimizer_bytes=optimizer.bytes,
+    )
+
+
+def gather(plan: Plan, model: str, device: torch.device, mine: MeasuredRank, records: list[StepRecord]) -> MeasuredRun:
+    """The document of the whole run, on every rank; a collective call.
+
+    A step takes as long as its slowest rank. The timeline is that of the step nearest to the median.
+    """
+    report = RankReport(mine, tuple(r.seconds for r in records), tuple(r.spans for r in records))
+    reports: list[RankReport] = [report] * dist.get_world_size()
+    dist.all_gather_object(reports, report)
+    seconds = [max(each) for each in zip(*(report.seconds for report in reports), strict=True)]
+    warm_up = min(WARM_UP_STEPS, len(seconds) - 1)
+    median = statistics.median(seconds[warm_up:])
+    chosen = min(range(warm_up, len(seconds)), key=lambda step: abs(seconds[step] - median))
+    job = plan.request.job
+    return MeasuredRun(
+        plan_id=plan.id,
+        model=model,
+        devices=f"{len(reports)} x {device_name(device)}",
+        steps=len(records),
+        losses=tuple(record.loss for record in records),
+        step_seconds=tuple(seconds),
+        median_step_seconds=median,
+        tokens_per_second=job.global_batch_size * (job.sequence_length or 1) / median,
+        ranks=tuple(report.rank for report in reports),
+        actions=tuple(_action(report, span) for report in reports for span in report.spans[chosen]),
+    )
+
+
+def _action(report: RankReport, span: Span) -> MeasuredAction:
+    return MeasuredAction(
+        rank=report.rank.rank, action=span.name, start_seconds=span.start_seconds, end_seconds=span.end_seconds
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """The device in words."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -1,0 +1,172 @@
+"""One pipeline runtime for every schedule: it runs the plan's action lists as they stand.
+
+torch's `_PipelineScheduleRuntime` lowers the lists of compute actions to sends and receives that cannot dead-lock, and
+checks them. Only its inner loop is replaced, for three reasons:
+
+* losses are kept by micro-batch, so that any legal order of forwards is right (torch indexes a list by micro-batch);
+* a finished send is let go at once (torch holds every sent tensor until the step ends: M boundary tensors);
+* waiting for a neighbour is told apart from computing, so that a timeline shows the true bubbles.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining.schedules import (
+    _Action,
+    _batch_p2p,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+    _wait_batch_p2p,
+)
+
+from planner.errors import ScheduleError
+from planner.executor.stages import TimedStage
+from planner.executor.timeline import Recorder
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(output of the last stage, targets) -> mean loss of one micro-batch."""
+
+Unit = tuple[int, int]
+"""(stage, micro-batch)"""
+
+
+class PipelineRuntime(_PipelineScheduleRuntime):
+    """Runs one rank's part of a step.
+
+    Args:
+        stages: this rank's stages.
+        actions: compute actions of every pipeline rank, e.g. ``2F0``; the same on all ranks.
+        micro_batches: micro-batches per step.
+        loss: mean loss of one micro-batch; called on the last stage.
+        recorder: times the actions.
+        reduce_gradients: called once per step, after the stage's last backward.
+
+    Raises:
+        ScheduleError: torch refuses the lists: an action is missing, doubled or out of order, or they dead-lock.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[TimedStage],
+        actions: Sequence[Sequence[str]],
+        *,
+        micro_batches: int,
+        loss: Loss,
+        recorder: Recorder,
+        reduce_gradients: Callable[[], None],
+    ) -> None:
+        # The mean over micro-batches is taken in the loss: scaling the gradients afterwards would divide parameters
+        # that two stages of a rank share twice.
+        super().__init__(list(stages), micro_batches, lambda *pair: loss(*pair) / micro_batches, scale_grads=False)
+        try:
+            self._prepare_schedule_with_comms(
+                {rank: [_Action.from_str(text) for text in row] for rank, row in enumerate(actions)}
+            )
+        except (AssertionError, ValueError) as error:
+            raise ScheduleError(f"torch refuses the schedule: {error}", field="actions", mend="plan again.") from None
+        self._recorder = recorder
+        self._reduce_gradients = reduce_gradients
+        self._by_index = {stage.stage_index: stage for stage in stages}
+        self._graphs: dict[int, torch.Tensor] = {}
+        self._sends: dict[Unit, list[dist.Work]] = {}
+        self._performers: dict[_ComputationType, Callable[[TimedStage, int], None]] = {
+            _ComputationType.SEND_F: self._send_forward,
+            _ComputationType.RECV_F: self._receive_forward,
+            _ComputationType.FORWARD: self._forward,
+            _ComputationType.SEND_B: self._send_backward,
+            _ComputationType.RECV_B: self._receive_backward,
+            _ComputationType.FULL_BACKWARD: self._backward,
+            _ComputationType.REDUCE_GRAD: self._reduce,
+            # Parameters are never sharded over data-parallel ranks here.
+            _ComputationType.UNSHARD: _nothing,
+            _ComputationType.RESHARD: _nothing,
+        }
+
+    def run_step(self, inputs: torch.Tensor | None, targets: torch.Tensor | None) -> torch.Tensor:
+        """Run one step and return its loss: the mean over micro-batches, zero on ranks without the last stage.
+
+        Args:
+            inputs: this data-parallel rank's samples, on the first stage; split along dimension 0.
+            targets: likewise, on the last stage.
+        """
+        losses: list[torch.Tensor] = []
+        arguments = () if inputs is None else (inputs,)
+        self.step(*arguments, target=targets, losses=losses, return_outputs=False)
+        if not losses:
+            return torch.zeros((), device=self._stages[0].device)
+        return torch.stack(losses).sum()
+
+    def _step_microbatches(
+        self,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        losses: list[torch.Tensor] | None = None,
+        return_outputs: bool = False,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        self._arguments, keywords = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
+        self._targets = target_mbs or []
+        self._losses: dict[int, torch.Tensor] = {}
+        self._initialize_stages(self._arguments[0], keywords[0], self._targets[0] if self._targets else None)
+        self.backward_counter: Counter[int] = Counter()
+        for action in self.pipeline_order_with_comms[self.rank]:
+            stage = self._by_index[action.stage_index]
+            self._performers[action.computation_type](stage, action.microbatch_index or 0)
+        for unit in list(self._sends):
+            _wait_batch_p2p(self._sends.pop(unit))
+        if losses is not None:
+            losses[:] = (self._losses[index] for index in sorted(self._losses))
+
+    def _receive_forward(self, stage: TimedStage, micro_batch: int) -> None:
+        self.fwd_recv_ops[stage.stage_index, micro_batch] = _batch_p2p(stage.get_fwd_recv_ops(micro_batch))
+
+    def _forward(self, stage: TimedStage, micro_batch: int) -> None:
+        unit = (stage.stage_index, micro_batch)
+        _wait_batch_p2p(self.fwd_recv_ops.pop(unit, []))
+        output = stage.forward_one_chunk(micro_batch, self._arguments[micro_batch], {}, save_forward_output=False)
+        if stage.is_last:
+            self._graphs[micro_batch] = self._compute_loss(output, self._targets[micro_batch])
+        self._recorder.stop()
+        following = self._by_index.get(stage.stage_index + 1)
+        if following is not None:
+            following.set_local_fwd_input(output, micro_batch)
+
+    def _send_forward(self, stage: TimedStage, micro_batch: int) -> None:
+        self._sends[stage.stage_index, micro_batch] = _batch_p2p(stage.get_fwd_send_ops(micro_batch))
+
+    def _receive_backward(self, stage: TimedStage, micro_batch: int) -> None:
+        self.bwd_recv_ops[stage.stage_index, micro_batch] = _batch_p2p(stage.get_bwd_recv_ops(micro_batch))
+
+    def _backward(self, stage: TimedStage, micro_batch: int) -> None:
+        unit = (stage.stage_index, micro_batch)
+        _wait_batch_p2p(self.bwd_recv_ops.pop(unit, []))
+        # The gradient has come back, so the activation has arrived: this wait never blocks, and frees the tensor.
+        _wait_batch_p2p(self._sends.pop(unit, []))
+        self.backward_counter[stage.stage_index] += 1
+        last = self.backward_counter[stage.stage_index] == self._n_microbatches
+        loss = self._graphs.pop(micro_batch, None) if stage.is_last else None
+        stage.backward_one_chunk(micro_batch, loss=loss, full_backward=True, last_backward=last)
+        if loss is not None:
+            self._losses[micro_batch] = loss.detach()
+        preceding = self._by_index.get(stage.stage_index - 1)
+        if preceding is not None:
+            preceding.set_local_bwd_input(stage.get_local_bwd_output(micro_batch), micro_batch)
+
+    def _send_backward(self, stage: TimedStage, micro_batch: int) -> None:
+        for unit in [unit for unit, works in self._sends.items() if all(work.is_completed() for work in works)]:
+            del self._sends[unit]
+        # The forward send of this unit is over (see _backward), so its key is free.
+        self._sends[stage.stage_index, micro_batch] = _batch_p2p(stage.get_bwd_send_ops(micro_batch))
+
+    def _reduce(self, stage: TimedStage, micro_batch: int) -> None:
+        self._reduce_gradients()
+
+
+def _nothing(stage: TimedStage, micro_batch: int) -> None:
+    """Actions without effect here."""

@@ -1,0 +1,91 @@
+"""Tensor and data parallelism of a stage, with torch's own tools.
+
+Tensor parallel: DTensor (`parallelize_module`) by the styles that the model's own plan names; Shoeybi et al. 2019,
+"Megatron-LM", section 3. Data parallel: DistributedDataParallel when parameters are plain tensors. With tensor
+parallelism they are DTensors, which DDP does not take: gradients are averaged after the stage's last backward
+(`planner.executor.gradients`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from planner.errors import UnsupportedError
+from planner.executor.mesh import Mesh
+
+PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
+"""Transformers' name of a replicated parameter that sees only this rank's heads, such as Qwen3's q_norm."""
+
+
+def _styles() -> dict[str, ParallelStyle]:
+    """Transformers' style names in torch's words."""
+    return {
+        "colwise": ColwiseParallel(),
+        "rowwise": RowwiseParallel(),
+        "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+    }
+
+
+def shard_tensors(stage: nn.Module, plan: Mapping[str, str], mesh: Mesh) -> tuple[nn.Parameter, ...]:
+    """Shard a stage over the tensor-parallel group, in place; each rank keeps its shard of what it holds whole.
+
+    Args:
+        plan: style by qualified module name (`profiler.tensor_parallel.split_modules`).
+
+    Returns:
+        Replicated parameters whose gradients are partial sums, to be added up over the group after the backward.
+
+    Raises:
+        UnsupportedError: a style that is not known here.
+    """
+    styles = _styles()
+    tied = _tied_modules(stage)
+    partial: list[nn.Parameter] = []
+    for name, style in plan.items():
+        module = stage.get_submodule(name)
+        if style == PARTIAL_GRADIENT:
+            partial += module.parameters(recurse=False)
+        elif style not in styles:
+            raise UnsupportedError(
+                f"the module {name!r} wants the style {style!r}.",
+                field="layout.tensor_parallel_degree",
+                mend=f"use a model whose plan has only {', '.join([*styles, PARTIAL_GRADIENT])}, or degree 1.",
+            )
+        elif name not in tied:
+            parallelize_module(module, mesh.tensor_mesh, styles[style], src_data_rank=None)
+    return tuple(partial)
+
+
+def _tied_modules(stage: nn.Module) -> set[str]:
+    """Modules that share a parameter within the stage: sharding one would tear them apart, so they stay whole."""
+    users: dict[int, list[str]] = {}
+    for name, parameter in stage.named_parameters(remove_duplicate=False):
+        users.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+    return {name for names in users.values() if len(names) > 1 for name in names}
+
+
+def replicate(stage: nn.Module, mesh: Mesh) -> nn.Module:
+    """Wrap a stage of plain parameters so that its last backward of a step averages the gradients over the replicas,
+    hidden behind the backward; without replicas or parameters the stage itself."""
+    trained = any(parameter.requires_grad for parameter in stage.parameters())
+    if mesh.grid.data == 1 or mesh.grid.tensor > 1 or not trained:
+        return stage
+    # Every replica starts with the same values (`planner.executor.materialise`) and keeps its own buffers.
+    return DistributedDataParallel(
+        stage,
+        process_group=mesh.data_group,
+        broadcast_buffers=False,
+        init_sync=False,
+        gradient_as_bucket_view=True,
+    )
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,127 @@
+"""Pipeline stages on torch.distributed.pipelining, with buffers that live only while a micro-batch is in flight.
+
+torch allocates the receive buffers of all micro-batches at the first step and keeps them for ever: with M micro-batches
+an inner stage holds 2 M boundary tensors, whatever the schedule. Here a buffer is made when its receive is posted and
+dropped when its micro-batch is done, so that the memory follows the schedule's in-flight count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+
+from planner.errors import RunError
+from planner.executor.streams import RandomStreams
+from planner.executor.timeline import Recorder
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """Shape and type of the tensor that crosses into or out of a stage, for one micro-batch."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, floating: torch.dtype | None = None) -> Boundary:
+        """The boundary that this tensor crosses; `floating`: the type that floating-point tensors are cast to."""
+        dtype = floating if floating is not None and tensor.is_floating_point() else tensor.dtype
+        return cls(tuple(tensor.shape), dtype)
+
+    def to_meta(self) -> torch.Tensor:
+        """A tensor without data. Floats require gradients: they carry them back to the stage before."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.dtype.is_floating_point)
+
+
+class TimedStage(PipelineStage):
+    """A stage that records its actions and frees what a finished micro-batch leaves behind."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        index: int,
+        count: int,
+        *,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        received: Boundary,
+        sent: Boundary,
+        recorder: Recorder,
+        streams: RandomStreams,
+        first_micro_batch: int,
+    ) -> None:
+        # Static metadata: torch's dynamic inference would run every stage once on garbage and spoil BatchNorm's
+        # statistics.
+        super().__init__(module, index, count, device, received.to_meta(), sent.to_meta(), group=group)
+        self._recorder = recorder
+        self._streams = streams
+        self._first_micro_batch = first_micro_batch
+        self._sent = sent
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Make the activation's buffer, and the receive into it."""
+        _allocate(self.args_recv_info[fwd_chunk_id], self.device)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Make the gradient's buffer, and the receive into it."""
+        if not self.is_last:
+            _allocate(self.grad_recv_info[bwd_chunk_id], self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: Any = None, save_forward_output: bool = True
+    ) -> Any:
+        """Forward of one micro-batch; its record stays open until the loss is computed."""
+        self._recorder.start(f"{self.stage_index}F{fwd_chunk_id}")
+        self._streams.micro_batch = self._first_micro_batch + fwd_chunk_id
+        output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+        _release(self.args_recv_info[fwd_chunk_id])
+        if Boundary.of(output) != self._sent:
+            # The neighbour's buffer is of the declared shape: another one would arrive as garbage.
+            raise RunError(f"stage {self.stage_index} returned {Boundary.of(output)} instead of {self._sent}.")
+        return output
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Backward of one micro-batch."""
+        with self._recorder.span(f"{self.stage_index}{'B' if full_backward else 'I'}{bwd_chunk_id}"):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if not self.is_last:
+            _release(self.grad_recv_info[bwd_chunk_id])
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        with self._on_meta():
+            super()._setup_forward_recv_info(num_microbatches, has_backward)
+
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        with self._on_meta():
+            super()._setup_backward_recv_info(num_microbatches)
+
+    @contextmanager
+    def _on_meta(self) -> Iterator[None]:
+        """Let torch make its receive buffers without memory; ours replace them when a receive is posted."""
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
+
+
+def _allocate(infos: Sequence[Any], device: torch.device) -> None:
+    for info in infos:
+        if info.tensor_meta is not None and not info.is_root_arg:
+            info.buffer = torch.empty(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=device)
+
+
+def _release(infos: Sequence[Any]) -> None:
+    for info in infos:
+        info.buffer = None

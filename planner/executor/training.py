@@ -1,0 +1,118 @@
+"""The training loop: data, one pipeline step, gradients, optimizer, metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from planner.errors import RunError
+from planner.executor import gradients
+from planner.executor.build import RankPart
+from planner.executor.data import Dataset, local_part
+from planner.executor.mesh import Mesh
+from planner.executor.optimizer import COMPUTE_DTYPE
+from planner.executor.report import StepRecord
+from planner.spec.plan import Plan
+
+RECORDED_STEPS = 64
+"""Timelines are kept of this many last steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """One line of the metrics file."""
+
+    step: int
+    loss: float
+    seconds: float
+    tokens_per_second: float
+
+
+class Trainer:
+    """Runs steps of one rank's part; every call is a collective call of all ranks."""
+
+    def __init__(
+        self, plan: Plan, part: RankPart, mesh: Mesh, dataset: Dataset, *, device: torch.device, clip: float | None
+    ) -> None:
+        self._plan = plan
+        self._part = part
+        self._mesh = mesh
+        self._dataset = dataset
+        self._device = device
+        self._clip = clip
+        self._dtype = COMPUTE_DTYPE[plan.request.job.precision]
+
+    def train(self, steps: int, on_step: Callable[[Metrics], None]) -> list[StepRecord]:
+        """Run steps 0..steps-1.
+
+        Raises:
+            RunError: the loss is not a number any more.
+        """
+        records: list[StepRecord] = []
+        for step in range(steps):
+            records.append(self._step(step))
+            if step >= RECORDED_STEPS:
+                old = records[step - RECORDED_STEPS]
+                records[step - RECORDED_STEPS] = StepRecord(old.loss, old.seconds, ())
+            job = self._plan.request.job
+            rate = job.global_batch_size * (job.sequence_length or 1) / records[-1].seconds
+            on_step(Metrics(step, records[-1].loss, records[-1].seconds, rate))
+        return records
+
+    def _step(self, step: int) -> StepRecord:
+        inputs, targets = self._read(step)
+        self._part.streams.step = step
+        dist.barrier()
+        started = time.perf_counter()
+        self._part.recorder.begin_step()
+        loss = self._part.runtime.run_step(inputs, targets)
+        self._finish_gradients()
+        with self._part.recorder.span("optimizer"):
+            self._part.optimizer.step()
+            self._part.optimizer.zero_gradients()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        seconds = time.perf_counter() - started
+        spans = self._part.recorder.end_step()
+        return StepRecord(self._global_loss(loss, step), seconds, spans)
+
+    def _read(self, step: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """This replica's samples: inputs on the first stage, targets on the last, nothing between."""
+        if not (self._mesh.is_first_stage or self._mesh.is_last_stage):
+            return None, None
+        batch = self._plan.request.job.global_batch_size
+        inputs, targets = self._dataset(*local_part(step, batch, self._mesh.data, self._mesh.grid.data))
+        return (
+            self._to_device(inputs) if self._mesh.is_first_stage else None,
+            targets.to(self._device) if self._mesh.is_last_stage else None,
+        )
+
+    def _to_device(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.to(self._device, self._dtype if inputs.is_floating_point() else None)
+
+    def _finish_gradients(self) -> None:
+        part = self._part
+        if part.partial or part.copies:
+            with part.recorder.span("reduce"):
+                gradients.sum_partial(part.partial, self._mesh)
+                gradients.sum_shared(part.copies)
+        if self._clip is not None:
+            gradients.clip(part.module.parameters(), part.copies, self._clip, self._mesh)
+
+    def _global_loss(self, loss: torch.Tensor, step: int) -> float:
+        """Mean over the global batch, on every rank: each replica's last stage adds its share once."""
+        counts = self._mesh.is_last_stage and self._mesh.tensor == 0
+        share = loss.double() / self._mesh.grid.data if counts else torch.zeros_like(loss, dtype=torch.float64)
+        dist.all_reduce(share)
+        value = float(share)
+        if value != value:
+            raise RunError(
+                f"the loss of step {step} is not a number.",
+                field="loss",
+                mend="lower the learning rate, clip the gradients, or look for broken samples.",
+            )
+        return value

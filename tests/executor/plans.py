@@ -1,0 +1,141 @@
+"""Plans written by hand, with predictions nobody looks at, and the tiny models that they split."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from planner import __version__
+from planner.schedule import build
+from planner.spec import Cluster, Job, Layout, NodeGroup, Plan, PlanRequest, Prediction
+from planner.spec.cluster import DeviceSpec
+from planner.spec.plan import Breakdown, PlannedLayer, RankPlacement, SearchReport, Stage
+from profiler.models import ModelSource, load_model
+
+GPT2 = {
+    "model_type": "gpt2",
+    "n_layer": 4,
+    "n_embd": 32,
+    "n_head": 4,
+    "vocab_size": 256,
+    "n_positions": 32,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 32,
+}
+QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 8}
+CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3}
+
+
+def mlp() -> tuple[nn.Module, torch.Tensor]:
+    """An `nn.Sequential` whose first layer has no parameters."""
+    layers = (nn.Flatten(), nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 5))
+    return nn.Sequential(*layers), torch.randn(2, 3, 4)
+
+
+def source_of(name: str, folder: Path) -> ModelSource:
+    """A tiny model: of `CONFIGS`, or `mlp`."""
+    if name == "mlp":
+        return load_model(f"{__name__}:mlp")
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(CONFIGS[name]))
+    return load_model(str(path))
+
+
+def make_plan(
+    layers: Sequence[str],
+    sizes: Sequence[int] | None = None,
+    *,
+    data: int = 1,
+    tensor: int = 1,
+    micro_batch_size: int = 1,
+    micro_batches: int = 4,
+    sequence_length: int = 16,
+    schedule: str = "1f1b",
+    recompute: frozenset[int] = frozenset(),
+    optimizer: str = "adamw",
+    precision: str = "fp32",
+) -> Plan:
+    """A plan with stages of these sizes, pipeline outermost, tensor innermost."""
+    sizes = sizes or (len(layers),)
+    layout = Layout(
+        data_parallel_degree=data,
+        tensor_parallel_degree=tensor,
+        pipeline_parallel_degree=len(sizes),
+        micro_batch_size=micro_batch_size,
+        schedule=schedule,
+        recompute="per-layer" if recompute else "none",
+    )
+    placement = tuple(
+        RankPlacement(rank=rank, node=0, device=rank, pipeline=pipeline, data=replica, tensor=shard)
+        for rank, (pipeline, replica, shard) in enumerate(
+            (p, d, t) for p in range(len(sizes)) for d in range(data) for t in range(tensor)
+        )
+    )
+    job = Job(
+        global_batch_size=data * micro_batch_size * micro_batches,
+        sequence_length=sequence_length,
+        precision=precision,
+        optimizer=optimizer,
+    )
+    request = PlanRequest(profile_id="0" * 64, cluster=_cluster(len(placement)), job=job, planner_version=__version__)
+    return Plan(
+        id=request.id,
+        layout=layout,
+        micro_batches=micro_batches,
+        stages=_stages(layers, sizes, recompute, placement),
+        placement=placement,
+        prediction=_prediction(),
+        search=SearchReport(
+            layouts_considered=1,
+            layouts_pruned=0,
+            layouts_solved=1,
+            seconds=0.0,
+            lower_bound_seconds=1.0,
+            gap=0.0,
+            optimal=True,
+        ),
+        actions=build(schedule, ranks=len(sizes), micro_batches=micro_batches).to_text(),
+        request=request,
+    )
+
+
+def _stages(
+    layers: Sequence[str], sizes: Sequence[int], recompute: frozenset[int], placement: Sequence[RankPlacement]
+) -> tuple[Stage, ...]:
+    stages, start = [], 0
+    for index, size in enumerate(sizes):
+        rows = tuple(
+            PlannedLayer(name=layers[i], recompute="full" if i in recompute else "none")
+            for i in range(start, start + size)
+        )
+        ranks = tuple(row.rank for row in placement if row.pipeline == index)
+        stages.append(Stage(index=index, pipeline_rank=index, layers=rows, ranks=ranks))
+        start += size
+    return tuple(stages)
+
+
+def _cluster(devices: int) -> Cluster:
+    device = DeviceSpec(id="cpu", memory_bytes=1 << 30)
+    return Cluster(node_groups=(NodeGroup(device=device, nodes=1, devices_per_node=devices),))
+
+
+def _prediction() -> Prediction:
+    parts = dict.fromkeys(Breakdown.model_fields, 0.0)
+    breakdown = Breakdown(**{**parts, "compute_seconds": 1.0})
+    return Prediction(
+        step_seconds=1.0, tokens_per_second=1.0, mfu=None, bubble_fraction=0.0, breakdown=breakdown, memory=()
+    )

@@ -1,0 +1,106 @@
+"""Trains every case of a world size under torchrun and compares it with one process; run as ``-m``, writes JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from planner.executor import Executor
+from planner.executor.reference import train_reference
+from tests.executor.plans import make_plan, source_of
+
+STEPS = 6
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and how it is split."""
+
+    model: str
+    sizes: tuple[int, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    clip: float | None = None
+    steps: int = STEPS
+
+
+TWO_RANKS = {
+    "pp2-gpipe": Case("llama", (3, 3), {"schedule": "gpipe"}),
+    "pp2-1f1b-uneven-recompute": Case("llama", (2, 4), {"recompute": frozenset({1, 3}), "micro_batch_size": 2}),
+    "pp2-tied-dropout": Case("gpt2", (4, 2), {"micro_batch_size": 2, "recompute": frozenset({2, 4})}, clip=0.5),
+    "dp2": Case("gpt2", (6,), {"data": 2, "micro_batches": 2}),
+    "tp2": Case("llama", (6,), {"tensor": 2}, clip=0.5),
+    "tp2-partial-gradients": Case("qwen3", (6,), {"tensor": 2, "micro_batches": 2}),
+    "pp2-sequential": Case("mlp", (1, 5), {"sequence_length": 0, "micro_batch_size": 2, "optimizer": "momentum"}),
+    "one-step": Case("gpt2", (3, 3), {"optimizer": "sgd"}, steps=1),
+}
+FOUR_RANKS = {
+    "pp4": Case("gpt2", (1, 1, 2, 2)),
+    "dp2-pp2": Case("llama", (3, 3), {"data": 2, "schedule": "gpipe"}, clip=0.5),
+    "tp2-pp2": Case("qwen3", (2, 4), {"tensor": 2, "recompute": frozenset({2})}, clip=0.5),
+    "dp2-tp2": Case("llama", (6,), {"data": 2, "tensor": 2, "micro_batches": 2}, clip=0.5),
+}
+CASES = {2: TWO_RANKS, 4: FOUR_RANKS}
+
+
+def run(case: Case) -> dict[str, float]:
+    """Largest differences from the single process, on rank 0."""
+    folder = Path(tempfile.mkdtemp())
+    source = source_of(case.model, folder)
+    names = [layer.name for layer in source.cut().layers]
+    plan = make_plan(names, case.sizes, **case.options)
+    data = "synthetic" if case.model == "mlp" else "stdlib"
+    settings: dict[str, Any] = {"data": data, "seed": 5, "learning_rate": 1e-3, "max_gradient_norm": case.clip}
+    executor = Executor(plan, source, device="cpu", timeout_seconds=60, **settings)
+    measured = executor.train(case.steps)
+    values = _whole(executor.part.module)
+    if dist.get_rank() > 0:
+        return {}
+    expected = train_reference(plan, source, steps=case.steps, **settings)
+    pairs = zip(measured.losses, expected.losses, strict=True)
+    wanted = dict(expected.model.named_parameters(remove_duplicate=False))
+    worst = max(float((values[name] - wanted[name]).abs().max()) for name in wanted)
+    return {
+        "loss": max(abs(left - right) for left, right in pairs),
+        "parameters": worst,
+        "fall": expected.losses[0] - expected.losses[-1],
+        "names": sorted(values) == sorted(wanted),
+    }
+
+
+def _whole(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters of the model by name, from all ranks; copies of one name must agree."""
+    mine = {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+        for name, value in module.named_parameters(remove_duplicate=False)
+    }
+    everyone: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    whole: dict[str, torch.Tensor] = {}
+    for held in everyone:
+        for name, value in held.items():
+            assert torch.equal(whole.setdefault(name, value), value), name
+    return whole
+
+
+def main() -> None:
+    """Run the cases of this world size; rank 0 writes their differences to the file that is named."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    cases = CASES[dist.get_world_size()]
+    chosen = sys.argv[2:] or list(cases)
+    results = {name: run(cases[name]) for name in chosen}
+    if dist.get_rank() == 0:
+        Path(sys.argv[1]).write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
