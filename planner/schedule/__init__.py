@@ -2,6 +2,28 @@
 
 from planner.schedule.actions import Action, ActionKind, Schedule
 from planner.schedule.catalogue import build, canonical_name, find, names
+from planner.schedule.critical_path import CriticalPath, critical_path
+from planner.schedule.durations import Durations
 from planner.schedule.entry import ScheduleEntry
+from planner.schedule.in_flight import in_flight, in_flight_per_stage, in_flight_vectors
+from planner.schedule.simulate import Event, Simulation, simulate
 
-__all__ = ["Action", "ActionKind", "Schedule", "ScheduleEntry", "build", "canonical_name", "find", "names"]
+__all__ = [
+    "Action",
+    "ActionKind",
+    "CriticalPath",
+    "Durations",
+    "Event",
+    "Schedule",
+    "ScheduleEntry",
+    "Simulation",
+    "build",
+    "canonical_name",
+    "critical_path",
+    "find",
+    "in_flight",
+    "in_flight_per_stage",
+    "in_flight_vectors",
+    "names",
+    "simulate",
+]

@@ -10,22 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.schedule.actions import Action, Schedule
-from planner.schedule.critical_path import CriticalPath, critical_path
 from planner.schedule.durations import Durations
 from planner.schedule.graph import check_stages, graph_of
-from planner.schedule.in_flight import in_flight, in_flight_per_stage, in_flight_vectors
-
-__all__ = [
-    "CriticalPath",
-    "Durations",
-    "Event",
-    "Simulation",
-    "critical_path",
-    "in_flight",
-    "in_flight_per_stage",
-    "in_flight_vectors",
-    "simulate",
-]
+from planner.schedule.in_flight import in_flight
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from planner.errors import LayoutError
-from planner.schedule import Action, ActionKind, Schedule, build, find, names
-from planner.schedule.simulate import Durations
+from planner.schedule import Action, ActionKind, Durations, Schedule, build, find, names
 
 F, B, I, W = ActionKind  # noqa: E741
 

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.schedule import build
-from planner.schedule.simulate import Durations, simulate
+from planner.schedule import Durations, build, simulate
 
 times = st.integers(1, 9)
 few = st.integers(1, 6)

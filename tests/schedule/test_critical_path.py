@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.errors import LayoutError
-from planner.schedule import build
-from planner.schedule.simulate import CriticalPath, Durations, critical_path, simulate
+from planner.schedule import CriticalPath, Durations, build, critical_path, simulate
 
 from .strategies import durations_of, schedules
 

@@ -5,8 +5,16 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.schedule import ActionKind, Schedule, build
-from planner.schedule.simulate import Durations, in_flight, in_flight_per_stage, in_flight_vectors, simulate
+from planner.schedule import (
+    ActionKind,
+    Durations,
+    Schedule,
+    build,
+    in_flight,
+    in_flight_per_stage,
+    in_flight_vectors,
+    simulate,
+)
 
 from .strategies import schedules
 

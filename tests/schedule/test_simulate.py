@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.errors import LayoutError, ScheduleError
-from planner.schedule import Action, Schedule, build
-from planner.schedule.simulate import Durations, simulate
+from planner.schedule import Action, Durations, Schedule, build, simulate
 
 from .strategies import durations_of, schedules, seconds_of, slow_ends
 

@@ -1,0 +1,175 @@
+"""Timelines: what every rank did, or will do, in one step; predicted and measured ones look the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import groupby
+from operator import attrgetter
+
+from planner.errors import DocumentError, ScheduleError
+from planner.schedule.actions import Action, ActionKind
+from planner.schedule.simulate import Event, Simulation
+from planner.spec.measured import MeasuredAction, MeasuredRun
+
+
+class EventKind(StrEnum):
+    """What a rank spends time on."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    RECOMPUTE = "recompute"
+    REDUCE = "reduce"
+    """Exchange of gradients between data-parallel ranks."""
+    OPTIMIZER = "optimizer"
+    TRANSFER = "transfer"
+    """Between stages, beside compute."""
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineEvent:
+    """One bar of a timeline. Times are seconds from the step's start."""
+
+    label: str
+    """An action such as ``2F0``, or words."""
+    kind: EventKind
+    start_seconds: float
+    end_seconds: float
+
+    @property
+    def action(self) -> Action | None:
+        """The action that the label names, if it names one."""
+        try:
+            return Action.parse(self.label)
+        except ScheduleError:
+            return None
+
+
+Phases = Sequence[tuple[EventKind, float]]
+"""What a rank does after its last action, one after the other: (kind, seconds)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What all ranks did in one step."""
+
+    title: str
+    ranks: tuple[tuple[TimelineEvent, ...], ...]
+    rank_names: tuple[str, ...] = ()
+    """Empty: ``rank 0``, ``rank 1``, ..."""
+
+    def __post_init__(self) -> None:
+        if not self.rank_names:
+            object.__setattr__(self, "rank_names", tuple(f"rank {rank}" for rank in range(len(self.ranks))))
+
+    @property
+    def start_seconds(self) -> float:
+        """The step's start, or the first event when a rank's clock runs ahead."""
+        return min((0.0, *(event.start_seconds for events in self.ranks for event in events)))
+
+    @property
+    def end_seconds(self) -> float:
+        """End of the last event."""
+        return max((event.end_seconds for events in self.ranks for event in events), default=0.0)
+
+    @property
+    def step_seconds(self) -> float:
+        """From start to end."""
+        return self.end_seconds - self.start_seconds
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Part of all ranks' time in which they do nothing; transfers beside compute do not count as work."""
+        if not self.step_seconds:
+            return 0.0
+        return 1 - sum(map(_busy_seconds, self.ranks)) / (len(self.ranks) * self.step_seconds)
+
+
+def from_simulation(simulation: Simulation, title: str = "predicted", after: Sequence[Phases] = ()) -> Timeline:
+    """The timeline of a simulated step.
+
+    Args:
+        simulation: the step; its durations must be in seconds.
+        title: e.g. ``predicted``.
+        after: per pipeline rank, what follows its last action (gradient reduction, optimizer); empty: nothing.
+    """
+    rows = []
+    for rank, events in enumerate(simulation.events):
+        row = [bar for event in events for bar in _bars(simulation, event)]
+        row += _phases(after[rank] if after else (), simulation.end_seconds[rank])
+        rows.append(tuple(row))
+    return Timeline(title, tuple(rows))
+
+
+def from_measured(run: MeasuredRun, title: str = "measured") -> Timeline:
+    """The timeline of the recorded step of a run; one row per global rank that recorded.
+
+    Raises:
+        DocumentError: the run recorded no actions.
+    """
+    if not run.actions:
+        raise DocumentError("the run recorded no actions.", field="actions", mend="measure again with `planner run`.")
+    by_rank = attrgetter("rank")
+    rows = {rank: tuple(actions) for rank, actions in groupby(sorted(run.actions, key=by_rank), key=by_rank)}
+    return Timeline(
+        title, tuple(_measured_row(actions) for actions in rows.values()), tuple(f"rank {rank}" for rank in rows)
+    )
+
+
+def _measured_row(actions: Iterable[MeasuredAction]) -> tuple[TimelineEvent, ...]:
+    row = [TimelineEvent(each.action, _kind_of(each.action), each.start_seconds, each.end_seconds) for each in actions]
+    return tuple(sorted(row, key=attrgetter("start_seconds", "end_seconds")))
+
+
+def _kind_of(label: str) -> EventKind:
+    action = TimelineEvent(label, EventKind.OTHER, 0, 0).action
+    name = action.kind.value if action else label
+    return EventKind(name) if name in set(EventKind) else EventKind.OTHER
+
+
+def _bars(simulation: Simulation, event: Event) -> Iterator[TimelineEvent]:
+    """The recomputation inside the action, the action, and the transfer that follows it, as far as they take time."""
+    action, start, end = event.action, event.start_seconds, event.end_seconds
+    if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT):
+        recomputed = start + simulation.durations.recompute[action.stage]
+        if recomputed > start:
+            yield TimelineEvent(str(action), EventKind.RECOMPUTE, start, recomputed)
+        start = recomputed
+    yield TimelineEvent(str(action), EventKind(action.kind.value), start, end)
+    yield from _transfer(simulation, event)
+
+
+def _transfer(simulation: Simulation, event: Event) -> Iterator[TimelineEvent]:
+    stage = event.action.stage
+    if event.action.kind is ActionKind.FORWARD:
+        receiver, boundary, seconds = stage + 1, stage, simulation.durations.transfer_forward
+    elif event.action.kind is ActionKind.BACKWARD_WEIGHT:
+        return
+    else:
+        receiver, boundary, seconds = stage - 1, stage - 1, simulation.durations.transfer_backward
+    owners = simulation.schedule.stage_ranks
+    if not 0 <= receiver < len(owners) or owners[receiver] == owners[stage] or not seconds[boundary]:
+        return
+    label = f"{event.action} to stage {receiver}"
+    yield TimelineEvent(label, EventKind.TRANSFER, event.end_seconds, event.end_seconds + seconds[boundary])
+
+
+def _phases(phases: Phases, start: float) -> Iterator[TimelineEvent]:
+    for kind, seconds in phases:
+        if seconds > 0:
+            yield TimelineEvent(kind.value, kind, start, start + seconds)
+        start += seconds
+
+
+def _busy_seconds(events: Iterable[TimelineEvent]) -> float:
+    """Length of the union of all events but transfers: measured ones may overlap."""
+    busy, reached = 0.0, float("-inf")
+    for event in sorted(events, key=attrgetter("start_seconds")):
+        if event.kind is not EventKind.TRANSFER and event.end_seconds > reached:
+            busy += event.end_seconds - max(event.start_seconds, reached)
+            reached = event.end_seconds
+    return busy

@@ -1,0 +1,71 @@
+"""Timelines for tools and for eyes: Chrome trace, SVG picture, HTML page, terminal text.
+
+All take several timelines, such as the predicted and the measured one of a step, and set them side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from planner.schedule.ascii import ascii
+from planner.schedule.events import EventKind, Timeline, TimelineEvent, from_measured, from_simulation
+from planner.schedule.page import html
+from planner.schedule.picture import svg
+
+__all__ = [
+    "EventKind",
+    "Timeline",
+    "TimelineEvent",
+    "ascii",
+    "chrome_trace",
+    "from_measured",
+    "from_simulation",
+    "html",
+    "svg",
+]
+
+COMPUTE, TRANSFERS = 0, 1
+MICROSECONDS = 1e6
+
+
+def chrome_trace(traces: Sequence[Timeline]) -> dict[str, Any]:
+    """A trace for ui.perfetto.dev or chrome://tracing, as plain data for JSON.
+
+    One process per timeline and rank, with one thread for compute and one for transfers; times in microseconds.
+    Source: "Trace Event Format", complete events (``X``) and metadata (``M``).
+    """
+    rows = [
+        (f"{trace.title} {name}", rank)
+        for trace in traces
+        for name, rank in zip(trace.rank_names, trace.ranks, strict=True)
+    ]
+    events: list[dict[str, Any]] = []
+    for process, (name, rank) in enumerate(rows):
+        events += _names(process, name, rank)
+        events += (_complete(process, event) for event in rank)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _names(process: int, name: str, rank: Sequence[TimelineEvent]) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "name": "process_name", "pid": process, "tid": COMPUTE, "args": {"name": name}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": process, "tid": COMPUTE, "args": {"sort_index": process}}
+    threads = {"compute": COMPUTE}
+    if any(event.kind is EventKind.TRANSFER for event in rank):
+        threads["transfers"] = TRANSFERS
+    for thread, number in threads.items():
+        yield {"ph": "M", "name": "thread_name", "pid": process, "tid": number, "args": {"name": thread}}
+
+
+def _complete(process: int, event: TimelineEvent) -> dict[str, Any]:
+    action = event.action
+    return {
+        "ph": "X",
+        "name": event.label,
+        "cat": event.kind.value,
+        "pid": process,
+        "tid": TRANSFERS if event.kind is EventKind.TRANSFER else COMPUTE,
+        "ts": event.start_seconds * MICROSECONDS,
+        "dur": (event.end_seconds - event.start_seconds) * MICROSECONDS,
+        "args": {"stage": action.stage, "micro_batch": action.micro_batch} if action else {},
+    }
