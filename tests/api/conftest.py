@@ -1,0 +1,36 @@
+"""Settings in the test's own directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api.settings import Settings
+
+
+@pytest.fixture
+def settings_of(tmp_path: Path) -> Callable[..., Settings]:
+    """Makes settings: any free port, a database in the test's directory."""
+
+    def make(**changes: Any) -> Settings:
+        defaults = {"port": 0, "database": tmp_path / "planner.db", "concurrency": 1}
+        return Settings.model_validate(defaults | changes)
+
+    return make
+
+
+@pytest.fixture
+def settings(settings_of: Callable[..., Settings]) -> Settings:
+    """Settings with one solver at a time."""
+    return settings_of()
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Path:
+    """Where fake solvers note their process ids."""
+    path = tmp_path / "journal"
+    path.touch()
+    return path

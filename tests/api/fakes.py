@@ -1,0 +1,148 @@
+"""What solver processes do in tests: by name, so that spawned processes can import them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from api.documents import Answer
+from api.solver import PlanTask, Task
+from planner.errors import MismatchError
+from planner.spec import Infeasible, Layout, Plan, PlanRequest, Prediction
+from planner.spec.plan import Breakdown, Miss, PlannedLayer, RankMemory, RankPlacement, SearchReport, Stage
+from tests.api.documents import GIB
+
+REPORT = SearchReport(
+    layouts_considered=1,
+    layouts_pruned=0,
+    layouts_solved=1,
+    seconds=0.1,
+    lower_bound_seconds=0.5,
+    gap=0.0,
+    optimal=True,
+)
+
+
+def plan_of(request: PlanRequest) -> Plan:
+    """A whole plan on one rank."""
+    assert request.profile is not None
+    parts = {name: 0.0 for name in Breakdown.model_fields} | {"compute_seconds": 0.5}
+    memory = {name: 0 for name in RankMemory.model_fields} | {"capacity_bytes": GIB}
+    return Plan(
+        id=request.id,
+        layout=Layout(),
+        micro_batches=8,
+        stages=(Stage(index=0, pipeline_rank=0, layers=_layers(request), ranks=(0,)),),
+        placement=(RankPlacement(rank=0, node=0, device=0, pipeline=0, data=0, tensor=0),),
+        prediction=Prediction(
+            step_seconds=0.5,
+            tokens_per_second=2048.0,
+            mfu=None,
+            bubble_fraction=0.0,
+            breakdown=Breakdown(**parts),
+            memory=(RankMemory(**memory),),
+        ),
+        search=REPORT,
+        explanation=("There is one rank.",),
+        request=request,
+    )
+
+
+def _layers(request: PlanRequest) -> tuple[PlannedLayer, ...]:
+    assert request.profile is not None
+    return tuple(PlannedLayer(name=layer.name, modules=layer.modules) for layer in request.profile.layers)
+
+
+def progress(done: int, incumbent: float | None) -> Any:
+    """Looks like `planner.search.Progress`."""
+    return SimpleNamespace(
+        layouts_considered=10,
+        layouts_done=done,
+        incumbent_seconds=incumbent,
+        lower_bound_seconds=0.25,
+        gap=None if incumbent is None else 1 - 0.25 / incumbent,
+        elapsed_seconds=0.1 * done,
+    )
+
+
+@dataclass(frozen=True)
+class Instant:
+    """Answers at once, and leaves a line in `journal` for every solve."""
+
+    journal: Path
+
+    def prepare(self) -> None:
+        """Nothing is slow here."""
+
+    def __call__(self, task: Task, report: Callable[[Any], None]) -> Answer:
+        """The plan on one rank."""
+        assert isinstance(task, PlanTask)
+        with self.journal.open("a") as journal:
+            journal.write(f"{os.getpid()}\n")
+        return plan_of(task.request)
+
+
+@dataclass(frozen=True)
+class Gated(Instant):
+    """Reports two plans, then waits until `gate` exists."""
+
+    gate: Path
+
+    def __call__(self, task: Task, report: Callable[[Any], None]) -> Answer:
+        """The plan on one rank, once the gate is open."""
+        assert isinstance(task, PlanTask)
+        with self.journal.open("a") as journal:
+            journal.write(f"{os.getpid()}\n")
+        report(progress(1, 2.0))
+        report(progress(2, 1.0))
+        while not self.gate.exists():
+            time.sleep(0.01)
+        return plan_of(task.request)
+
+
+@dataclass(frozen=True)
+class Unfit(Instant):
+    """Finds that nothing fits; `proven` or not."""
+
+    proven: bool = True
+
+    def __call__(self, task: Task, report: Callable[[Any], None]) -> Answer:
+        """No plan."""
+        super().__call__(task, report)
+        miss = Miss(layout=Layout(), pipeline_rank=0, needed_bytes=3 * GIB, capacity_bytes=GIB, missing_bytes=2 * GIB)
+        report_of_search = REPORT.model_copy(update={"optimal": self.proven})
+        return Infeasible(reasons=("memory",), nearest=(miss,), search=report_of_search)
+
+
+@dataclass(frozen=True)
+class Refusing(Instant):
+    """Refuses every request."""
+
+    def __call__(self, task: Task, report: Callable[[Any], None]) -> Answer:
+        """An error that the client can mend."""
+        raise MismatchError("the profile is of another device.", field="profile.device", mend="profile it again.")
+
+
+@dataclass(frozen=True)
+class Crashing(Instant):
+    """Has a mistake."""
+
+    def __call__(self, task: Task, report: Callable[[Any], None]) -> Answer:
+        """A traceback that no client may see."""
+        raise ZeroDivisionError("secret detail")
+
+
+@dataclass(frozen=True)
+class Dying(Instant):
+    """Is killed from outside, as the system does when memory runs out."""
+
+    def __call__(self, task: Task, report: Callable[[Any], None]) -> Answer:
+        """No answer."""
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("still alive")
