@@ -1,0 +1,224 @@
+"""This machine's device as a data sheet: from the catalogue where the GPU is known, else as measured."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from planner.errors import SpecError, UnsupportedError
+from planner.spec import DeviceSpec
+from planner.spec.devices import catalogue
+from planner.spec.profile import DataType
+from profiler.measure_layer import TORCH_TYPES
+from profiler.measure_load import Load
+from profiler.measure_memory import available_memory_bytes, bare_worker_bytes
+from profiler.measure_timing import Mark, time_phases
+
+MATMUL_SIZE: dict[str, int] = {"cpu": 1024, "cuda": 8192}
+"""Rows and columns of the product that the peak is measured with."""
+COPY_BYTES: dict[str, int] = {"cpu": 64 << 20, "cuda": 1 << 30}
+"""Far more than the caches hold."""
+SMALL_KERNELS = 1000
+LIMIT_SECONDS = 0.5
+"""Of each of the measurements."""
+MEMORY_TOLERANCE = 0.15
+"""A GPU reports a little more or less memory than its data sheet: decimal units, reserved parts."""
+
+FormFactor = Literal["SXM", "PCIE", "NVL"]
+FORM_FACTORS: tuple[FormFactor, ...] = ("SXM", "PCIE", "NVL")
+
+
+def find_device(device: str, concurrency: int) -> torch.device:
+    """The torch device of a name.
+
+    Raises:
+        SpecError: no such kind of device, or no positive concurrency.
+        UnsupportedError: a GPU that is not here, or that ranks would have to share.
+    """
+    if concurrency < 1:
+        raise SpecError(f"concurrency is {concurrency}.", field="concurrency", mend="give at least 1.")
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not (kind == "cuda" and index.isdecimal())):
+        raise SpecError(f"no device {device!r} to measure on.", field="device", mend="use cpu, cuda or cuda:1.")
+    if kind == "cpu":
+        return torch.device("cpu")
+    if int(index or 0) >= torch.cuda.device_count():
+        raise UnsupportedError(
+            f"torch sees {torch.cuda.device_count()} GPUs, so there is no {device}.",
+            field="device",
+            mend="use cpu, or plan without measuring: analytic:CATALOGUE_ID.",
+        )
+    if concurrency > 1:
+        raise UnsupportedError(
+            f"{concurrency} ranks would share one GPU.", field="concurrency", mend="give every rank its own GPU: use 1."
+        )
+    return torch.device("cuda", int(index or 0))
+
+
+def device_spec(device: str = "cpu", concurrency: int = 1) -> DeviceSpec:
+    """The data sheet of this machine's device, as one of `concurrency` ranks that share it has it.
+
+    A GPU that the catalogue knows gets its entry. Otherwise the peaks are measured: matrix products by type, copies,
+    launches of small kernels; on a CPU while the other ranks do the same. A CPU rank's memory is its part of what is
+    available; its reserved bytes are the resident set of a worker that has done nothing but start.
+
+    Args:
+        device: ``cpu``, ``cuda`` or ``cuda:1``.
+        concurrency: ranks that share the machine's cores and memory.
+
+    Raises:
+        SpecError, UnsupportedError: see `find_device`.
+        RunError: a helper process died.
+    """
+    place = find_device(device, concurrency)
+    with Load(concurrency) as load:
+        return device_spec_beside(place, concurrency, load)
+
+
+def device_spec_beside(place: torch.device, concurrency: int, load: Load) -> DeviceSpec:
+    """As `device_spec`, beside a load that already runs."""
+    if place.type == "cuda":
+        properties = torch.cuda.get_device_properties(place)
+        known = match_catalogue(properties.name, properties.total_memory)
+        return known or _measured(place, load, properties.name, properties.total_memory, None)
+    memory = available_memory_bytes() // concurrency
+    return _measured(place, load, processor_name(), memory, bare_worker_bytes())
+
+
+def is_in_catalogue(spec: DeviceSpec) -> bool:
+    """The data sheet is an entry of the catalogue."""
+    return spec.id in catalogue()
+
+
+def match_catalogue(name: str, memory_bytes: int) -> DeviceSpec | None:
+    """The catalogue device that torch calls `name`; of several sizes, the one with this memory. None when unsure.
+
+    >>> match_catalogue("NVIDIA H100 80GB HBM3", 85_000_000_000).id
+    'h100-sxm5-80gb'
+    """
+    words = _words(name)
+    fitting = [
+        known.spec
+        for known in catalogue().values()
+        if _model(known.spec.name) in words and _form_factor(words) in (None, _form_factor(_words(known.spec.name)))
+    ]
+    if _form_factor(words) is None and len({spec.memory_bytes for spec in fitting}) < len(fitting):
+        # Server GPUs of the SXM form are called by their bare name.
+        fitting = [spec for spec in fitting if _form_factor(_words(spec.name)) in (None, "SXM")]
+    near = [spec for spec in fitting if abs(spec.memory_bytes / memory_bytes - 1) < MEMORY_TOLERANCE]
+    return min(near, key=lambda spec: abs(spec.memory_bytes - memory_bytes), default=None)
+
+
+def _words(name: str) -> tuple[str, ...]:
+    return tuple(re.split(r"[\s\-()]+", name.upper()))
+
+
+def _model(name: str) -> str:
+    """The first word with a digit: H100, A10G, 4090."""
+    return next(word for word in _words(name) if any(letter.isdigit() for letter in word))
+
+
+def _form_factor(words: Iterable[str]) -> FormFactor | None:
+    return next((form for form in FORM_FACTORS for word in words if word.startswith(form)), None)
+
+
+def _measured(place: torch.device, load: Load, name: str, memory_bytes: int, reserved_bytes: int | None) -> DeviceSpec:
+    peaks = {dtype: _peak_flops_per_second(place, load, dtype) for dtype in TORCH_TYPES if _multiplies(place, dtype)}
+    copied = COPY_BYTES[place.type]
+    launches = _seconds(SmallKernels(torch.zeros(1, device=place)), place, load)
+    return DeviceSpec(
+        id=place.type,
+        name=name,
+        memory_bytes=memory_bytes,
+        peak_flops_per_second=peaks,
+        achievable_fraction=1.0,
+        # A copy reads and writes.
+        memory_bandwidth_bytes_per_second=2 * copied / _seconds(Copy(copied, place), place, load),
+        launch_seconds=launches / SMALL_KERNELS,
+        reserved_bytes=reserved_bytes,
+    )
+
+
+def _peak_flops_per_second(place: torch.device, load: Load, dtype: DataType) -> float:
+    size = MATMUL_SIZE[place.type]
+    return 2 * size**3 / _seconds(Matmul(size, TORCH_TYPES[dtype], place), place, load)
+
+
+def _multiplies(place: torch.device, dtype: DataType) -> bool:
+    """The device has matrix products of this type, other than by emulation."""
+    if place.type == "cuda" or dtype == "fp32":
+        return True
+    return dtype == "bf16" and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def _seconds(workload: Matmul | Copy | SmallKernels, place: torch.device, load: Load) -> float:
+    load.beside(workload)
+    return time_phases(workload.run, place, limit_seconds=LIMIT_SECONDS).seconds[0]
+
+
+@dataclass(slots=True)
+class Matmul:
+    """One square matrix product."""
+
+    size: int
+    dtype: torch.dtype
+    device: torch.device
+    _matrix: Tensor | None = field(default=None, init=False)
+
+    def run(self, mark: Mark) -> None:
+        """Multiply once."""
+        if self._matrix is None:
+            self._matrix = torch.randn(self.size, self.size, device=self.device).to(self.dtype)
+        mark()
+        torch.mm(self._matrix, self._matrix)
+        mark()
+
+
+@dataclass(slots=True)
+class Copy:
+    """One copy of a large tensor."""
+
+    bytes: int
+    device: torch.device
+    _tensors: tuple[Tensor, Tensor] | None = field(default=None, init=False)
+
+    def run(self, mark: Mark) -> None:
+        """Copy once."""
+        if self._tensors is None:
+            source = torch.zeros(self.bytes, dtype=torch.uint8, device=self.device)
+            self._tensors = (source, torch.empty_like(source))
+        source, target = self._tensors
+        mark()
+        target.copy_(source)
+        mark()
+
+
+@dataclass(slots=True)
+class SmallKernels:
+    """Many kernels that have next to nothing to do."""
+
+    tensor: Tensor
+
+    def run(self, mark: Mark) -> None:
+        """Launch them, one after the other."""
+        mark()
+        for _ in range(SMALL_KERNELS):
+            self.tensor.add_(1)
+        mark()
+
+
+def processor_name() -> str:
+    """What the processor calls itself."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,107 @@
+"""What has been measured, on disk as JSON lines, so that interrupted work goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from planner.errors import DocumentError
+from planner.spec.profile import RecomputeMode
+
+logger = logging.getLogger(__name__)
+
+Seconds = Mapping[str, float]
+"""Phase -> seconds; ``spread`` is a fraction."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One thing to measure. Optimizer cases have no micro-batch: their size is 0."""
+
+    kind: str
+    work: RecomputeMode | Literal["optimizer"]
+    """Forward and backward in this recompute mode, or the optimizer's step."""
+    micro_batch_size: int
+
+
+class Journal:
+    """The measured cases of one condition (model, device, type, sequence length, concurrency).
+
+    Args:
+        path: of the file; None keeps the cases in memory only.
+        condition: what all cases have in common; lines of other conditions are kept, and not looked at.
+
+    Raises:
+        DocumentError: the file cannot be read or written.
+    """
+
+    def __init__(self, path: Path | None, condition: Mapping[str, str | int]) -> None:
+        self._path = path
+        self._condition = dict(condition)
+        self._cases = dict(self._read()) if path is not None and path.exists() else {}
+
+    def __contains__(self, case: Case) -> bool:
+        return case in self._cases
+
+    def __getitem__(self, case: Case) -> Seconds:
+        return self._cases[case]
+
+    def add(self, case: Case, seconds: Seconds) -> None:
+        """Keep a measured case, on disk before this returns."""
+        self._cases[case] = seconds
+        if self._path is None:
+            return
+        line = json.dumps({"condition": self._condition, "case": asdict(case), "seconds": dict(seconds)})
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                # A line cut off by a crash must not spoil this one.
+                file.write(line + "\n" if self._ends_a_line() else "\n" + line + "\n")
+        except OSError as error:
+            raise self._unusable(error) from None
+
+    def _read(self) -> Iterator[tuple[Case, Seconds]]:
+        assert self._path is not None
+        try:
+            lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError as error:
+            raise self._unusable(error) from None
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield from self._read_line(number, line)
+
+    def _read_line(self, number: int, line: str) -> Iterator[tuple[Case, Seconds]]:
+        try:
+            data = json.loads(line)
+            case, seconds = Case(**data["case"]), {name: float(value) for name, value in data["seconds"].items()}
+            if not all(math.isfinite(value) and value >= 0 for value in seconds.values()):
+                raise ValueError("not all seconds are positive numbers")
+            hash(case)
+            condition = data["condition"]
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            logger.warning(
+                "%s: line %d is not readable (%s), so its case is measured again.", self._path, number, error
+            )
+            return
+        if condition == self._condition:
+            yield case, seconds
+
+    def _ends_a_line(self) -> bool:
+        assert self._path is not None
+        size = self._path.stat().st_size
+        if size == 0:
+            return True
+        with self._path.open("rb") as file:
+            file.seek(size - 1)
+            return file.read(1) == b"\n"
+
+    def _unusable(self, error: OSError) -> DocumentError:
+        return DocumentError(
+            f"the journal cannot be used: {error.strerror}.",
+            field=str(self._path),
+            mend="give the path of a file that can be written.",
+        )

@@ -1,0 +1,165 @@
+"""The other ranks of a shared machine: helper processes that keep its cores as busy as a real run would.
+
+When N ranks train on one machine they share its cores, caches and memory bandwidth, so a layer timed alone is too fast.
+`Load` starts N - 1 processes that run the same work in a loop while this process measures.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+import torch
+
+from planner.errors import RunError
+from profiler.measure_timing import Mark
+
+READY = "ready"
+TAIL_LINES = 12
+
+
+class Workload(Protocol):
+    """Work that can be sent to another process: must survive pickling."""
+
+    def run(self, mark: Mark) -> None:
+        """Do the work once."""
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_per_rank(concurrency: int) -> int:
+    """Threads of each of `concurrency` ranks that share this machine's cores; the executor starts its ranks so."""
+    return max(1, available_cores() // concurrency)
+
+
+def python_path() -> str:
+    """For a new interpreter, the same places to import from as in this one."""
+    return os.pathsep.join(path or os.getcwd() for path in sys.path)
+
+
+class Load:
+    """N - 1 helper processes that work beside this one; a context, within which torch here uses as many threads.
+
+    Args:
+        concurrency: N, ranks that share the machine, this process included.
+
+    Raises:
+        RunError: a helper died, or the work cannot be sent to it.
+    """
+
+    def __init__(self, concurrency: int) -> None:
+        self._threads = threads_per_rank(concurrency)
+        self._helpers = concurrency - 1
+        self._processes: list[subprocess.Popen[str]] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="planner-load-")
+
+    def __enter__(self) -> Self:
+        self._threads_before = torch.get_num_threads()
+        torch.set_num_threads(self._threads)
+        self._processes = [self._start(index) for index in range(self._helpers)]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.communicate()
+        self._folder.cleanup()
+        torch.set_num_threads(self._threads_before)
+
+    def beside(self, workload: Workload) -> None:
+        """Let every helper run this work in a loop, until the next call; returns when all of them do."""
+        if not self._processes:
+            return
+        path = Path(self._folder.name) / "workload"
+        try:
+            torch.save(workload, path)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise RunError(
+                f"the model's layers cannot be sent to the other ranks: {error}.",
+                field="concurrency",
+                mend="define the model's classes at the top of a module, or measure with concurrency 1.",
+            ) from None
+        for process in self._processes:
+            self._send(process, str(path))
+        for index, process in enumerate(self._processes):
+            self._wait(index, process)
+
+    def _start(self, index: int) -> subprocess.Popen[str]:
+        environment = os.environ | {"OMP_NUM_THREADS": str(self._threads), "PYTHONPATH": python_path()}
+        with self._log(index).open("w", encoding="utf-8") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "profiler.measure_load"],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+
+    def _send(self, process: subprocess.Popen[str], line: str) -> None:
+        assert process.stdin is not None
+        try:
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            pass  # The helper has died; `_wait` tells why.
+
+    def _wait(self, index: int, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        if process.stdout.readline().strip() == READY:
+            return
+        process.wait()
+        lines = self._log(index).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        words = "\n".join(lines[-TAIL_LINES:])
+        raise RunError(
+            f"a helper process that should load the machine died:\n{words}",
+            field="concurrency",
+            mend="mend its error, or measure with concurrency 1.",
+        )
+
+    def _log(self, index: int) -> Path:
+        return Path(self._folder.name) / f"helper-{index}.log"
+
+
+def main() -> int:
+    """One helper: read paths of workloads from stdin, and run the latest one in a loop, until stdin ends."""
+    paths: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    threading.Thread(target=_read_into, args=(paths,), daemon=True).start()
+    path = paths.get()
+    while path is not None:
+        workload: Workload = torch.load(path, weights_only=False)
+        workload.run(_ignore)
+        sys.stdout.write(READY + "\n")
+        sys.stdout.flush()
+        while paths.empty():
+            workload.run(_ignore)
+        path = paths.get()
+    return 0
+
+
+def _read_into(paths: queue.SimpleQueue[str | None]) -> None:
+    for line in sys.stdin:
+        paths.put(line.strip())
+    paths.put(None)
+
+
+def _ignore() -> None:
+    """The helpers' times do not matter."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
