@@ -1,0 +1,108 @@
+"""Seconds of kernels and collectives, written down again from the documented equations.
+
+Kernels: the roofline (Williams, Waterman, Patterson 2009), equations (C1) to (C4) of the cost model's documentation.
+Collectives: the ring in the latency-bandwidth model (Patarasuk, Yuan 2009), equations (L1) to (L5); over nodes,
+first inside each node and then between them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from planner.spec.cluster import DeviceSpec, Link
+from planner.spec.profile import DataType, Measurement, Operation
+from planner.validate.facts import Spread
+
+MEMORY_EFFICIENCY = 0.85
+ATTENTION_EFFICIENCY = 0.6
+ATTENTION_BACKWARD_FLOPS = 2.5
+ATTENTION_BACKWARD_BYTES = 2.0
+MEMORY_BACKWARD_BYTES = 1.5
+
+
+class LayerSeconds(NamedTuple):
+    """Computation of one layer and micro-batch."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    recompute: float
+
+
+def layer_seconds(row: Measurement, device: DeviceSpec, dtype: DataType) -> LayerSeconds:
+    """Measured seconds as they stand, else the roofline of every operation."""
+    if row.forward_seconds is not None:
+        rest = (row.backward_input_seconds, row.backward_weight_seconds, row.recompute_seconds)
+        return LayerSeconds(row.forward_seconds, *(seconds or 0.0 for seconds in rest))
+    if row.operations:
+        parts = [_operation_seconds(operation, device, dtype) for operation in row.operations]
+        forward, of_input, of_weight = (sum(column) for column in zip(*parts, strict=True))
+    else:
+        forward, of_input, of_weight = _as_one_product(row, device, dtype)
+    if row.forward_flops:
+        repeated = min(1.0, row.recompute_flops / row.forward_flops)
+    else:
+        repeated = 1.0 if row.recompute == "full" else 0.0
+    return LayerSeconds(forward, of_input, of_weight, forward * repeated)
+
+
+def _operation_seconds(one: Operation, device: DeviceSpec, dtype: DataType) -> tuple[float, float, float]:
+    """(forward, input gradient, weight gradient) of all runs of an operation: equations (C1) to (C3)."""
+    forward = one.count * _kernel(one, device, dtype, 1.0, 1.0)
+    if one.kind in ("matmul", "convolution"):
+        return forward, forward, forward
+    if one.kind == "attention":
+        backward = _kernel(one, device, dtype, ATTENTION_BACKWARD_FLOPS, ATTENTION_BACKWARD_BYTES)
+        return forward, one.count * backward, 0.0
+    return forward, one.count * _kernel(one, device, dtype, 0.0, MEMORY_BACKWARD_BYTES), 0.0
+
+
+def _kernel(one: Operation, device: DeviceSpec, dtype: DataType, flops: float, size: float) -> float:
+    """The slower of computing and moving, and the launch."""
+    bandwidth = device.memory_bandwidth_bytes_per_second
+    moving = one.bytes * size / (bandwidth * MEMORY_EFFICIENCY) if bandwidth else 0.0
+    if one.kind == "memory":
+        return moving + device.launch_seconds
+    efficiency = device.achievable_fraction * (ATTENTION_EFFICIENCY if one.kind == "attention" else 1.0)
+    computing = one.flops * flops / (device.peak_flops_per_second[dtype] * efficiency)
+    return max(computing, moving) + device.launch_seconds
+
+
+def _as_one_product(row: Measurement, device: DeviceSpec, dtype: DataType) -> tuple[float, float, float]:
+    """A row without operations counts as one matrix product; its backward scales with its FLOPs."""
+    whole = Operation(kind="matmul", count=1, flops=row.forward_flops, bytes=row.forward_bytes)
+    forward = _kernel(whole, device, dtype, 1.0, 1.0)
+    if not row.forward_flops:
+        return forward, forward, forward
+    of_input = forward * (row.backward_input_flops / row.forward_flops)
+    return forward, of_input, forward * (row.backward_weight_flops / row.forward_flops)
+
+
+def send_seconds(size_bytes: float, link: Link) -> float:
+    """One message: equation (L4)."""
+    return link.latency_seconds + size_bytes / link.bandwidth_bytes_per_second
+
+
+def collective_seconds(
+    operation: str, size_bytes: float, spread: Spread, intra: Link, inter: Link, *, latency: bool = True
+) -> float:
+    """One collective on a tensor of this full size; `latency` False leaves the hops' fixed costs out."""
+    if spread.ranks == 1 or size_bytes == 0:
+        return 0.0
+    slowest = intra if spread.nodes == 1 else inter
+    if operation == "broadcast":
+        return send_seconds(size_bytes, slowest)
+    is_even = spread.nodes * spread.fullest == spread.ranks
+    if spread.nodes > 1 and is_even and operation != "all_to_all":
+        inside = _ring(size_bytes, spread.fullest, intra, latency)
+        once = inside + _ring(size_bytes / spread.fullest, spread.nodes, inter, latency)
+    else:
+        once = _ring(size_bytes, spread.ranks, slowest, latency)
+    return 2 * once if operation == "all_reduce" else once
+
+
+def _ring(size_bytes: float, ranks: int, link: Link, latency: bool) -> float:
+    """(n - 1) hops, each with the n-th part: equation (L1)."""
+    hops = ranks - 1
+    waiting = hops * link.latency_seconds if latency else 0.0
+    return waiting + hops / ranks * size_bytes / link.bandwidth_bytes_per_second

@@ -1,0 +1,217 @@
+"""Nanoseconds and bytes of one layer on one rank, from its measurement: equations (T1) to (T4) and (M1).
+
+Durations are whole nanoseconds, rounded once per layer and part, because the plan's are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from planner.spec.profile import LayerProfile, Measurement, RecomputeMode, SharedParameters
+from planner.spec.recipes import OgpRecipe, recipe
+from planner.validate.facts import Facts
+from planner.validate.formulas import MEMORY_EFFICIENCY, collective_seconds, layer_seconds, send_seconds
+
+NANOSECOND = 1e-9
+
+
+def nanoseconds(seconds: float) -> int:
+    """Whole nanoseconds, to nearest."""
+    return round(seconds / NANOSECOND)
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """Parameters, gradients and optimizer states."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPrice:
+    """One layer, one micro-batch, one rank; times in nanoseconds."""
+
+    row: Measurement
+    forward: int
+    backward_input: int
+    backward_weight: int
+    recompute: int
+    exchanged_forward: int
+    exchanged_backward: int
+    exchanged_again: int
+    """The forward's collectives, when the recomputation runs them again."""
+    reduction: int
+    """Of the gradients over the data-parallel group, once per step, latency apart."""
+    update: int
+    """The optimizer, once per step."""
+    state: StateBytes
+
+    @property
+    def whole_forward(self) -> int:
+        """Equation (T1)."""
+        return self.forward + self.exchanged_forward
+
+    @property
+    def whole_backward_input(self) -> int:
+        """Equation (T2) without the weight gradient."""
+        return self.backward_input + self.recompute + self.exchanged_backward + self.exchanged_again
+
+    @property
+    def exchanged(self) -> int:
+        """All tensor-parallel collectives."""
+        return self.exchanged_forward + self.exchanged_backward + self.exchanged_again
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrice:
+    """One copy of parameters that several layers use."""
+
+    users: tuple[int, ...]
+    reduction_and_update: int
+    exchange: int
+    """All-reduce of its gradients over two stages."""
+    state: StateBytes
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Prices of every layer of a model under one layout."""
+
+    facts: Facts
+
+    @cached_property
+    def layers(self) -> tuple[dict[RecomputeMode, LayerPrice], ...]:
+        """By layer, in the model's order, and recompute mode; identical layers share one dict."""
+        known: dict[tuple[int, int], dict[RecomputeMode, LayerPrice]] = {}
+        prices = []
+        for layer in self.facts.profile.layers:
+            key = (id(layer.measurements), layer.parameters)
+            if key not in known:
+                known[key] = {mode: self._layer(layer, row) for mode, row in self.facts.rows(layer).items()}
+            prices.append(known[key])
+        return tuple(prices)
+
+    @cached_property
+    def shared(self) -> tuple[SharedPrice, ...]:
+        """Shared parameters of the model."""
+        return tuple(map(self._shared, self.facts.profile.shared_parameters))
+
+    @cached_property
+    def reduction_latency(self) -> int:
+        """Fixed cost of a stage's gradient all-reduce."""
+        facts = self.facts
+        return nanoseconds(collective_seconds("all_reduce", 1, facts.data_spread, facts.intra_node, facts.inter_node))
+
+    @cached_property
+    def boundary_bytes(self) -> tuple[int, ...]:
+        """By layer: what crosses a stage boundary behind it, per micro-batch; its output and all skips over it."""
+        facts = self.facts
+        order = {layer.name: index for index, layer in enumerate(facts.profile.layers)}
+        sizes = []
+        for index, layer in enumerate(facts.profile.layers):
+            over = [edge for edge in facts.profile.edges if order[edge.from_] <= index < order[edge.to]]
+            samples = facts.layout.micro_batch_size
+            output = next(iter(facts.rows(layer).values())).output_bytes
+            sizes.append(output + sum(edge.bytes * samples for edge in over))
+        return tuple(sizes)
+
+    @cached_property
+    def _ogp(self) -> OgpRecipe:
+        return recipe(self.facts.job.precision, self.facts.job.optimizer)
+
+    def transfer(self, boundary: int, last_layer: int) -> int:
+        """Nanoseconds from stage `boundary` to the next when this layer is its last: equation (T5)."""
+        return nanoseconds(send_seconds(self.boundary_bytes[last_layer], self.facts.boundary_links[boundary]))
+
+    def _layer(self, layer: LayerProfile, row: Measurement) -> LayerPrice:
+        facts = self.facts
+        seconds = layer_seconds(row, facts.device, facts.profile.dtype)
+        exchanged_forward = self._exchange(row, "forward")
+        elements = row.local_parameters
+        if elements is None:
+            elements = _share(layer.parameters, row.tensor_parallel_degree)
+        return LayerPrice(
+            row=row,
+            forward=nanoseconds(seconds.forward),
+            backward_input=nanoseconds(seconds.backward_input),
+            backward_weight=nanoseconds(seconds.backward_weight),
+            recompute=nanoseconds(seconds.recompute),
+            exchanged_forward=exchanged_forward,
+            exchanged_backward=self._exchange(row, "backward"),
+            exchanged_again=exchanged_forward if row.recompute == "full" else 0,
+            reduction=self._reduction(elements),
+            update=self._update(row, elements),
+            state=self._state(elements),
+        )
+
+    def _exchange(self, row: Measurement, phase: str) -> int:
+        facts = self.facts
+        ends = (facts.tensor_spread, facts.intra_node, facts.inter_node)
+        mine = [one for one in row.collectives if one.phase == phase]
+        return nanoseconds(sum(one.count * collective_seconds(one.operation, one.bytes, *ends) for one in mine))
+
+    def _reduction(self, elements: int) -> int:
+        """Equation (T4): all-reduce, or with ZeRO reduce-scatter and one all-gather (two under stage 3)."""
+        facts, zero = self.facts, self.facts.layout.zero_stage
+        ends = (facts.data_spread, facts.intra_node, facts.inter_node)
+        gradients, parameters = elements * self._ogp.gradient_bytes, elements * self._ogp.parameter_bytes
+        if zero == 0:
+            return nanoseconds(collective_seconds("all_reduce", gradients, *ends, latency=False))
+        scatter = collective_seconds("reduce_scatter", gradients, *ends, latency=False)
+        gather = collective_seconds("all_gather", parameters, *ends, latency=False)
+        return nanoseconds(scatter + (2 if zero == 3 else 1) * gather)
+
+    def _update(self, row: Measurement, elements: int) -> int:
+        """Equation (T3): measured, else states and parameters read and written, gradients read."""
+        shards = self.facts.layout.data_parallel_degree if self.facts.layout.zero_stage else 1
+        if row.optimizer_seconds is not None:
+            return nanoseconds(row.optimizer_seconds / shards)
+        bandwidth = self.facts.device.memory_bandwidth_bytes_per_second
+        if bandwidth is None:
+            return 0
+        ogp = self._ogp
+        moved = elements * (2 * ogp.optimizer_bytes + ogp.gradient_bytes + 2 * ogp.parameter_bytes)
+        return nanoseconds(moved / shards / (bandwidth * MEMORY_EFFICIENCY))
+
+    def _shards(self) -> tuple[int, int, int]:
+        """What ZeRO divides parameters, gradients and optimizer states by (Rajbhandari et al. 2020)."""
+        degree, zero = self.facts.layout.data_parallel_degree, self.facts.layout.zero_stage
+        return degree if zero >= 3 else 1, degree if zero >= 2 else 1, degree if zero >= 1 else 1
+
+    def _state(self, elements: int) -> StateBytes:
+        ogp, (parameters, gradients, optimizer) = self._ogp, self._shards()
+        return StateBytes(
+            parameters=_share(elements * ogp.parameter_bytes, parameters),
+            gradients=_share(elements * ogp.gradient_bytes, gradients),
+            optimizer=_share(elements * ogp.optimizer_bytes, optimizer),
+        )
+
+    def _shared(self, shared: SharedParameters) -> SharedPrice:
+        facts, ogp, (by_parameters, by_gradients, by_optimizer) = self.facts, self._ogp, self._shards()
+        names = [layer.name for layer in facts.profile.layers]
+        users = tuple(sorted({names.index(name) for name in shared.layers}))
+        last, price = facts.profile.layers[users[-1]], next(iter(self.layers[users[-1]].values()))
+        of_layer = price.row.local_parameters
+        if of_layer is None:
+            of_layer = _share(last.parameters, price.row.tensor_parallel_degree)
+        elements = min(_share(shared.parameters, facts.layout.tensor_parallel_degree), of_layer)
+        link = facts.intra_node if facts.is_one_node else facts.inter_node
+        half = elements * ogp.gradient_bytes / 2
+        return SharedPrice(
+            users=users,
+            reduction_and_update=(price.reduction + price.update) * elements // max(1, of_layer),
+            exchange=nanoseconds(2 * send_seconds(half, link)) if facts.layout.pipeline_parallel_degree > 1 else 0,
+            state=StateBytes(
+                parameters=elements * ogp.parameter_bytes // by_parameters,
+                gradients=elements * ogp.gradient_bytes // by_gradients,
+                optimizer=elements * ogp.optimizer_bytes // by_optimizer,
+            ),
+        )
+
+
+def _share(whole: int, parts: int) -> int:
+    """Rounded up: the fullest rank's."""
+    return (whole + parts - 1) // parts
