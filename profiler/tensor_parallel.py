@@ -28,6 +28,8 @@ COLUMN_STYLES = frozenset({"colwise", "colwise_gather_output"})
 ROW_STYLES = frozenset({"rowwise"})
 REPLICATED_STYLES = frozenset({"replicated_with_grad_allreduce"})
 """Whole on every rank; the gradient, partial, is summed over the group (qwen3's norms of single heads)."""
+KNOWN_STYLES = COLUMN_STYLES | ROW_STYLES | REPLICATED_STYLES
+"""A plan with any other style is not used: half a plan would be wrong."""
 
 
 def plan(source: ModelSource) -> dict[str, str]:
@@ -47,25 +49,44 @@ def plan_of(model: Any) -> dict[str, str]:
     prefix = "" if base is model else f"{model.base_model_prefix}."
     if model.config.model_type == "opt":
         return {f"{prefix}decoder.layers.*.{name}": style for name, style in OPT_BLOCK_PLAN.items()}
-    styles = {
-        f"{prefix}{name}": style for name, style in (getattr(model.config, "base_model_tp_plan", None) or {}).items()
-    }
-    if not styles:
+    told = getattr(model.config, "base_model_tp_plan", None) or {}
+    styles = {f"{prefix}{name}": style for name, style in told.items()}
+    if not styles or not set(styles.values()) <= KNOWN_STYLES:
         return {}
-    styles |= type(model)._tp_plan or {}
-    if any(style not in COLUMN_STYLES | ROW_STYLES | REPLICATED_STYLES for style in styles.values()):
-        return {}
-    return styles
+    tied = {pattern_of(name) for name in _tied_modules(model)}
+    head = {name: style for name, style in (type(model)._tp_plan or {}).items() if style in KNOWN_STYLES}
+    # Splitting one of two modules that share a parameter would tear them apart: both stay whole.
+    return {name: style for name, style in (styles | head).items() if name not in tied}
+
+
+def _tied_modules(model: nn.Module) -> set[str]:
+    users: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        users.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+    return {name for names in users.values() if len(names) > 1 for name in names}
 
 
 def split_modules(model: nn.Module, styles: dict[str, str]) -> dict[str, str]:
-    """Style by qualified module name, of the modules that the model really has."""
-    return {name: styles[pattern] for name, _ in model.named_modules() if (pattern := pattern_of(name)) in styles}
+    """Style by qualified module name, of the modules that the model (or a stage of it) really has."""
+    owners = (
+        name for name, module in model.named_modules() if next(module.parameters(recurse=False), None) is not None
+    )
+    return {name: styles[pattern] for name in owners if (pattern := pattern_of(name)) in styles}
 
 
 def pattern_of(name: str) -> str:
     """``model.layers.3.mlp`` -> ``model.layers.*.mlp``."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def set_local_heads(stage: nn.Module, degree: int) -> None:
+    """Tell attention modules that split their projections by a number of heads (OPT) how many one rank has.
+
+    Most transformers models leave that number to the local shape; OPT's would silently mix positions and heads.
+    """
+    for module in stage.modules():
+        if type(module).__name__ == "OPTAttention":
+            module.num_heads = int(module.num_heads) // degree  # type: ignore[arg-type]
 
 
 def degrees(source: ModelSource) -> tuple[int, ...]:

@@ -1,0 +1,218 @@
+"""Watch one layer run on meta tensors: which kernels, how many FLOPs, and which storages live when.
+
+Every operation that torch dispatches passes through `Watcher`. Sizes are those of storages, each counted once however
+many views it has, and gone when the last reference is (the way of torch.distributed._tools.mem_tracker). FLOPs come
+from torch.utils.flop_counter's formulas. Nothing is computed: meta tensors have shapes, but no values.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+
+KernelKind = Literal["matmul", "attention", "convolution", "memory"]
+
+MATMULS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})
+ATTENTIONS = frozenset({aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention})
+GATHERS = frozenset({aten.embedding, aten.gather, aten.index_select, aten.index, aten.nll_loss_forward})
+"""Read only the rows that the indices name, not the whole table."""
+BOOKKEEPING = frozenset({aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided})
+"""Allocate without moving bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One operation of the forward."""
+
+    kind: KernelKind
+    flops: int
+    bytes: int
+    """Read and written."""
+    m: int = 0
+    n: int = 0
+    k: int = 0
+
+
+class FusedAttention(TorchFunctionMode):
+    """Within, scaled_dot_product_attention runs the fused kernel of a CUDA device, also on meta tensors.
+
+    torch decomposes it to matrix products and a softmax on meta, which no accelerator would run: the fused kernel keeps
+    query, key, value, output and one number per row (Dao et al. 2022, "FlashAttention", section 3.1). With a mask it is
+    the memory-efficient kernel (Rabe and Staats 2021), as torch's own choice on CUDA.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Replace the one function."""
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            return _fused_attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if attn_mask is None:
+        outputs = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
+    else:
+        groups = query.shape[1] // key.shape[1] if enable_gqa else 1
+        key, value = (each.repeat_interleave(groups, 1) if groups > 1 else each for each in (key, value))
+        bias = torch.zeros_like(attn_mask, dtype=query.dtype) if attn_mask.dtype is torch.bool else attn_mask
+        bias = bias.expand(*query.shape[:3], key.shape[2])
+        outputs = aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, True, dropout_p, is_causal, scale=scale
+        )
+    output: Tensor = outputs[0]
+    return output
+
+
+class Watcher(TorchDispatchMode):
+    """Counts while `recording`; everything that exists when recording starts belongs to others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recording = False
+        self.flops = 0
+        self.kernels: list[Kernel] = []
+        self.live_bytes = 0
+        self.timeline: list[int] = []
+        """Live bytes after every operation."""
+        self._live: dict[int, weakref.ref[UntypedStorage]] = {}
+        self._owned: dict[int, UntypedStorage] = {}
+        self._earlier: dict[int, weakref.ref[UntypedStorage]] = {}
+
+    def own(self, tensors: Iterable[Tensor | None]) -> None:
+        """Parameters, gradients and buffers: somebody else counts them."""
+        for tensor in tensors:
+            if tensor is not None:
+                storage = tensor.untyped_storage()
+                self._owned[id(storage)] = storage
+
+    def start(self, held: Tensor) -> None:
+        """Record from now on; `held`, made before, counts as live."""
+        self.recording = True
+        self._earlier.pop(id(held.untyped_storage()), None)
+        self._see(held.untyped_storage())
+        self.start_phase()
+
+    def is_earlier(self, storage: UntypedStorage) -> bool:
+        """Was it made before recording, by what runs ahead of the layer?"""
+        return id(storage) in self._earlier
+
+    def is_owned(self, storage: UntypedStorage) -> bool:
+        """Was it given to `own`?"""
+        return id(storage) in self._owned
+
+    def start_phase(self) -> None:
+        """Forget FLOPs, kernels and timeline; what lives goes on living."""
+        self.flops = 0
+        self.kernels = []
+        self.timeline = [self.live_bytes]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation, and write down what it did."""
+        output = func(*args, **(kwargs or {}))
+        if self.recording:
+            self._record(func, args, kwargs or {}, output)
+        else:
+            for tensor in _tensors(output):
+                storage = tensor.untyped_storage()
+                self._earlier[id(storage)] = weakref.ref(storage, partial(_forget, self._earlier, id(storage)))
+        return output
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        given, made = _tensors((args, kwargs)), _tensors(output)
+        packet = func.overloadpacket
+        flops = int(flop_registry[packet](*args, **kwargs, out_val=output)) if packet in flop_registry else 0
+        self.flops += flops
+        for tensor in made:
+            self._see(tensor.untyped_storage())
+        self.timeline.append(self.live_bytes)
+        if not _only_views(func, given, made) and packet not in BOOKKEEPING:
+            self.kernels.append(_kernel(packet, given, made, flops))
+
+    def _see(self, storage: UntypedStorage) -> None:
+        key, size = id(storage), storage.nbytes()
+        if key in self._live or key in self._owned or key in self._earlier:
+            return
+
+        def gone(_: Any) -> None:
+            self.live_bytes -= size
+            self._live.pop(key, None)
+
+        self._live[key] = weakref.ref(storage, gone)
+        self.live_bytes += size
+
+
+def _forget(storages: dict[int, Any], key: int, _: Any) -> None:
+    storages.pop(key, None)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _only_views(func: Any, given: list[Tensor], made: list[Tensor]) -> bool:
+    if func._schema.is_mutable:
+        return False
+    known = {tensor.untyped_storage()._cdata for tensor in given}
+    return all(tensor.untyped_storage()._cdata in known for tensor in made)
+
+
+def _kernel(packet: Any, given: list[Tensor], made: list[Tensor], flops: int) -> Kernel:
+    if packet in GATHERS:
+        indices = sum(tensor_bytes(tensor) for tensor in given if not tensor.is_floating_point())
+        return Kernel("memory", 0, indices + 2 * sum(map(tensor_bytes, made)))
+    moved = sum(map(tensor_bytes, (*given, *made)))
+    if packet in MATMULS:
+        left, right = given[-2:]
+        rows = left.numel() // left.shape[-1]  # a batch of products is one product of all their rows
+        return Kernel("matmul", flops, moved, m=rows, n=right.shape[-1], k=left.shape[-1])
+    if packet in ATTENTIONS:
+        return Kernel("attention", flops, moved)
+    if packet is aten.convolution:
+        return Kernel("convolution", flops, moved)
+    return Kernel("memory", 0, moved)
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    """Bytes of the distinct elements: an expanded dimension is read from the same place."""
+    elements = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        elements *= size if stride else 1
+    return int(elements * tensor.element_size())
+
+
+@contextmanager
+def saved_tensors(seen: Callable[[Tensor], None]) -> Iterator[None]:
+    """Within, `seen` is told every tensor that autograd saves for the backward."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
