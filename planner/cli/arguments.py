@@ -96,7 +96,7 @@ def add_question(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--job", metavar="FILE", required=True, help="job document (YAML, TOML or JSON)")
 
 
-def add_option(parser: argparse.ArgumentParser, name: str, kind: Callable[[str], Any], **settings: Any) -> None:
+def add_option(parser: argparse._ActionsContainer, name: str, kind: Callable[[str], Any], **settings: Any) -> None:
     """An option whose help tells its default."""
     if settings.get("default") is not None:
         settings["help"] += f" (default: {settings['default']})"

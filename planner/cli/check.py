@@ -24,10 +24,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what was checked; exit 1 when the plan does not hold."""
+    plan = read(Plan, arguments.plan)
+    profile = profile_behind(plan, arguments.profile)
     from planner.validate import check
 
-    plan = read(Plan, arguments.plan)
-    report = check(plan, profile_behind(plan, arguments.profile))
+    report = check(plan, profile)
     if arguments.json:
         document = {"ok": report.ok, "problems": list(report.problems), "checked": list(report.checked)}
         data(to_json({"plan": plan.id, **document}))

@@ -7,8 +7,7 @@ import argparse
 from planner.cli.arguments import add_json, add_option, costs, positive_int
 from planner.cli.console import bar, data, table, to_json
 from planner.cli.units import percent
-
-METHODS = ("histogram", "block", "optimal")
+from planner.partition import METHODS, partition
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -27,10 +26,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the parts, the costliest of which bounds the pipeline."""
-    from planner.partition import partition
-
     found = partition(arguments.costs, arguments.parts, arguments.method)
-    parts = _parts(found.sizes)
+    parts = [list(part) for part in found.parts]
     if arguments.json:
         document = {
             "method": arguments.method,
@@ -50,12 +47,6 @@ def run(arguments: argparse.Namespace) -> int:
     above = f" ({percent(found.bottleneck / ideal - 1)} above the mean)" if ideal else ""
     data(f"bottleneck {found.bottleneck:g}{above}")
     return 0
-
-
-def _parts(sizes: tuple[int, ...]) -> list[list[int]]:
-    """Layer indices, from 0, of every part."""
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    return [list(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
 
 
 def _span(layers: list[int]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from planner.cli.arguments import add_json
 from planner.cli.console import STDOUT, check_output, data, write
@@ -76,34 +76,17 @@ def _drawing(timelines: list[Timeline], suffix: str) -> str:
 
 
 def _read(path: str, profile: str | None) -> Timeline:
+    from api.timeline import predicted_timeline
     from planner.schedule.timeline import from_measured
 
     found = read_data(path)
     if isinstance(found, dict) and "plan_id" in found:
         return from_measured(parse(MeasuredRun, found, where=path))
     if isinstance(found, dict) and "layout" in found:
-        return predicted(parse(Plan, found, where=path), profile)
+        plan = parse(Plan, found, where=path)
+        return predicted_timeline(plan, profile_behind(plan, profile))
     raise DocumentError(
         "is neither a plan nor a measured run.",
         field=path,
         mend="give plan.json of `planner plan`, or measured.json of `planner run`.",
     )
-
-
-def predicted(plan: Plan, profile: str | None = None) -> Timeline:
-    """The plan's schedule, simulated with its predicted seconds per stage."""
-    from planner.cost import stage_durations
-    from planner.schedule import build, simulate
-    from planner.schedule.timeline import from_simulation
-
-    schedule = build(plan.layout.schedule, **_shape(plan))
-    durations = stage_durations(plan, profile_behind(plan, profile))
-    return from_simulation(simulate(schedule, durations), f"predicted {plan.id[:12]}")
-
-
-def _shape(plan: Plan) -> dict[str, Any]:
-    return {
-        "ranks": plan.layout.pipeline_parallel_degree,
-        "micro_batches": plan.micro_batches,
-        "virtual_stages": plan.layout.virtual_stages_per_rank,
-    }

@@ -1,0 +1,180 @@
+"""`planner profile`: what every layer of a model costs, measured here or counted for a catalogue device."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+from planner.cli.arguments import add_json, add_option, add_output, positive_int, positive_ints, positive_seconds
+from planner.cli.console import STDOUT, Progress, check_output, data, to_json, write
+from planner.cli.failures import DONE
+from planner.cli.inputs import MICRO_BATCH_SIZES
+from planner.cli.profile_text import profile_text
+from planner.errors import DocumentError, SpecError
+from planner.spec import ModelProfile
+from planner.spec.devices import find_device
+from planner.spec.profile import DataType
+
+if TYPE_CHECKING:
+    from profiler.models import ModelSource
+
+ANALYTIC = "analytic:"
+MEASURED_MICRO_BATCH_SIZES = (1, 2, 4)
+LONGEST_DEFAULT = 4096
+"""Tokens. A model that takes more is profiled at this length unless told: nobody wants 131072 by surprise."""
+MEASURING_ONLY = ("concurrency", "time_budget", "journal")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Options of the verb."""
+    parser.add_argument("model", metavar="MODEL", help="catalogue name, config.json, or package.module:callable")
+    add_output(parser, "write profile.json to FILE; absent: to stdout")
+    parser.add_argument(
+        "--device",
+        default="auto",
+        help="auto (default): cuda where there is one, else cpu; cpu or cuda: measure; "
+        "analytic:ID: count, and price for a device of `planner devices`",
+    )
+    longest = f"the model's longest, at most {LONGEST_DEFAULT}"
+    add_option(parser, "--sequence-length", positive_int, metavar="N", help=f"tokens per sample (default: {longest})")
+    add_option(
+        parser,
+        "--micro-batch-sizes",
+        positive_ints,
+        metavar="B,B,...",
+        help=f"samples per micro-batch (default: {_listed(MEASURED_MICRO_BATCH_SIZES)}; "
+        f"analytic {_listed(MICRO_BATCH_SIZES)})",
+    )
+    add_option(
+        parser,
+        "--tensor-parallel",
+        positive_ints,
+        metavar="T,T,...",
+        help="tensor-parallel degrees (default: 1; analytic: all that the model allows)",
+    )
+    parser.add_argument("--dtype", choices=get_args(DataType), help="default: fp32 on cpu, else bf16")
+    _configure_measuring(parser)
+    add_json(parser, "print the profile as JSON on stdout")
+
+
+def _configure_measuring(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("when measuring")
+    add_option(
+        group,
+        "--concurrency",
+        positive_int,
+        metavar="N",
+        help="ranks that will share this machine's cores (default: 1)",
+    )
+    add_option(group, "--time-budget", positive_seconds, metavar="SECONDS", help="for the timed runs (default: 40)")
+    add_option(
+        group, "--journal", Path, metavar="FILE", help="keep what was measured, so that interrupted work goes on"
+    )
+
+
+def _listed(numbers: tuple[int, ...]) -> str:
+    return ",".join(map(str, numbers))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Profile, then write the document and print a summary."""
+    check_output(arguments.output)
+    profile = _analytic(arguments) if arguments.device.startswith(ANALYTIC) else _measured(arguments)
+    if arguments.output not in (None, STDOUT):
+        write(arguments.output, to_json(profile))
+    as_json = arguments.json or arguments.output in (None, STDOUT)
+    data(to_json(profile) if as_json else profile_text(profile))
+    return DONE
+
+
+def _analytic(arguments: argparse.Namespace) -> ModelProfile:
+    """Counted on shapes alone, then priced by the device's roofline."""
+    from planner.cost import price
+
+    device = find_device(arguments.device.removeprefix(ANALYTIC), field="--device")
+    for name in MEASURING_ONLY:
+        if getattr(arguments, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise DocumentError("has a meaning only when measuring.", field=option, mend=f"leave {option} out.")
+    return price(_counted(arguments), device)
+
+
+def _counted(arguments: argparse.Namespace) -> ModelProfile:
+    from profiler.catalogue import entry, names
+
+    sizes = arguments.micro_batch_sizes or MICRO_BATCH_SIZES
+    dtype: DataType = arguments.dtype or "bf16"
+    if arguments.model in names():
+        from profiler.counted import counted_profile
+
+        return counted_profile(
+            arguments.model,
+            sequence_length=sequence_length(arguments.sequence_length, entry(arguments.model).longest_sequence),
+            dtype=dtype,
+            micro_batch_sizes=sizes,
+            tensor_parallel_degrees=arguments.tensor_parallel,
+        )
+    from profiler.count import profile
+    from profiler.models import load_model
+
+    source = load_model(arguments.model)
+    with Progress("counting") as progress:
+        return profile(
+            source,
+            sequence_length=_length_for(source, arguments.sequence_length),
+            micro_batch_sizes=sizes,
+            tensor_parallel_degrees=arguments.tensor_parallel or source.tensor_parallel_degrees(),
+            dtype=dtype,
+            progress=progress.update,
+        )
+
+
+def _measured(arguments: argparse.Namespace) -> ModelProfile:
+    from profiler.measure import TIME_BUDGET_SECONDS, profile
+    from profiler.models import load_model
+
+    device = _device(arguments.device)
+    source = load_model(arguments.model)
+    with Progress("measuring") as progress:
+        return profile(
+            source,
+            device=device,
+            sequence_length=_length_for(source, arguments.sequence_length),
+            micro_batch_sizes=arguments.micro_batch_sizes or MEASURED_MICRO_BATCH_SIZES,
+            tensor_parallel_degrees=arguments.tensor_parallel or (1,),
+            dtype=arguments.dtype or ("fp32" if device == "cpu" else "bf16"),
+            concurrency=arguments.concurrency or 1,
+            time_budget_seconds=arguments.time_budget or TIME_BUDGET_SECONDS,
+            journal=arguments.journal,
+            progress=progress.update,
+        )
+
+
+def _device(name: str) -> str:
+    if name != "auto":
+        return name
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _length_for(source: ModelSource, wish: int | None) -> int:
+    if source.input_kind != "tokens":
+        return sequence_length(wish, 0)
+    if wish is None and not source.longest_sequence:
+        raise SpecError(
+            f"{source.name} states no longest sequence.", field="--sequence-length", mend="give the tokens per sample."
+        )
+    return sequence_length(wish, source.longest_sequence or LONGEST_DEFAULT)
+
+
+def sequence_length(wish: int | None, longest: int) -> int:
+    """The wished length, else the model's longest up to `LONGEST_DEFAULT`; 0 for models without a sequence.
+
+    Raises:
+        SpecError: a length for a model that has no sequence.
+    """
+    if longest == 0 and wish is not None:
+        raise SpecError("the model takes no sequence.", field="--sequence-length", mend="leave it out.")
+    return min(longest, LONGEST_DEFAULT) if wish is None else wish

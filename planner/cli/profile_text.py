@@ -1,0 +1,69 @@
+"""A profile as text for people: one row per kind of layer."""
+
+from __future__ import annotations
+
+from planner.cli.console import bold, table
+from planner.cli.units import gibibytes, scaled, seconds
+from planner.spec import LayerProfile, Measurement, ModelProfile
+from planner.spec.profile import BYTES_PER_ELEMENT
+from planner.spec.recipes import recipe
+
+HEADER = (
+    "kind",
+    "layers",
+    "parameters",
+    "micro-batch",
+    "forward FLOPs",
+    "forward",
+    "backward",
+    "activations",
+    "source",
+)
+
+
+def profile_text(profile: ModelProfile) -> str:
+    """What the model is, and what its kinds of layers cost without recompute on one rank."""
+    kinds: dict[str, list[LayerProfile]] = {}
+    for layer in profile.layers:
+        kinds.setdefault(layer.kind, []).append(layer)
+    rows = [row for kind, layers in kinds.items() for row in _rows(kind, layers)]
+    return "\n\n".join([_head(profile), table(HEADER, rows, left=(0, len(HEADER) - 1))])
+
+
+def _head(profile: ModelProfile) -> str:
+    shared = sum(each.parameters * (len(each.layers) - 1) for each in profile.shared_parameters)
+    parameters = sum(layer.parameters for layer in profile.layers) - shared
+    ogp = recipe("fp32" if BYTES_PER_ELEMENT[profile.dtype] == 4 else "bf16-mixed", "adamw")
+    per_parameter = ogp.parameter_bytes + ogp.gradient_bytes + ogp.optimizer_bytes
+    return (
+        f"{bold(profile.model)} on {profile.device}, {profile.dtype}: {len(profile.layers)} layers, "
+        f"{scaled(parameters)} parameters, OGP with AdamW {gibibytes(parameters * per_parameter)}"
+    )
+
+
+def _rows(kind: str, layers: list[LayerProfile]) -> list[tuple[str, ...]]:
+    plain = [row for row in layers[0].measurements if row.recompute == "none" and row.tensor_parallel_degree == 1]
+    return [
+        (
+            kind,
+            str(len(layers)),
+            scaled(layers[0].parameters),
+            str(row.micro_batch_size),
+            scaled(row.forward_flops),
+            _seconds(row.forward_seconds),
+            _seconds(_backward(row)),
+            gibibytes(row.activation_bytes),
+            row.source,
+        )
+        for row in plain
+    ]
+
+
+def _backward(row: Measurement) -> float | None:
+    if row.backward_input_seconds is None or row.backward_weight_seconds is None:
+        return None
+    return row.backward_input_seconds + row.backward_weight_seconds
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else seconds(value)

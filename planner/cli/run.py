@@ -1,0 +1,137 @@
+"""`planner run`: trains by a plan under torchrun on this machine, or prints the command for each node."""
+
+from __future__ import annotations
+
+import argparse
+
+from planner.cli.arguments import (
+    add_json,
+    add_option,
+    add_output,
+    positive_int,
+    positive_number,
+    positive_seconds,
+    whole_number,
+)
+from planner.cli.console import STDOUT, check_output, data, to_json, words, write
+from planner.cli.failures import DONE
+from planner.cli.run_text import run_text
+from planner.errors import DocumentError
+from planner.spec import MeasuredRun, Plan, read
+
+LOCAL_ONLY = ("output", "metrics", "reference_steps")
+"""Options of the launcher here; on several nodes torchrun is started by the user."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Options of the verb."""
+    parser.add_argument("plan", metavar="plan.json", help="plan to train by")
+    parser.add_argument("--model", help="catalogue name, config.json, or package.module:callable (default: the plan's)")
+    add_option(parser, "--steps", positive_int, default=20, metavar="N", help="optimizer steps")
+    add_option(
+        parser, "--data", str, default="stdlib", metavar="D", help="stdlib, synthetic, a text file, or module:callable"
+    )
+    add_option(parser, "--loss", str, metavar="F", help="package.module:callable (default: by what the model takes)")
+    add_option(parser, "--seed", whole_number, default=0, metavar="S", help="of weights and data")
+    add_option(parser, "--learning-rate", positive_number, default=3e-4, metavar="R", help="of the job's optimizer")
+    add_option(
+        parser, "--max-gradient-norm", positive_number, metavar="X", help="clip the gradients' norm over the model to X"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one, else cpu")
+    add_option(
+        parser,
+        "--timeout",
+        positive_seconds,
+        default=300.0,
+        metavar="SECONDS",
+        help="a rank waits no longer for others",
+    )
+    add_output(parser, "write measured.json to FILE")
+    add_option(parser, "--metrics", str, metavar="FILE", help="write one JSON line per step to FILE")
+    add_option(
+        parser,
+        "--reference-steps",
+        positive_int,
+        metavar="K",
+        help="train K steps in a single process too, and fail when the losses differ",
+    )
+    add_json(parser, "print measured.json on stdout (on several nodes: the commands)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train, and print what happened beside what was predicted."""
+    plan = read(Plan, arguments.plan)
+    model = arguments.model or _model_of(plan)
+    if len({row.node for row in plan.placement}) > 1:
+        _print_commands(plan, model, arguments)
+        return DONE
+    for path in (arguments.output, arguments.metrics):
+        check_output(path)
+    measured = _train(plan, model, arguments)
+    if arguments.output is not None:
+        write(arguments.output, to_json(measured))
+    if not arguments.json:
+        (words if arguments.output == STDOUT else data)(run_text(plan, measured))
+    elif arguments.output != STDOUT:
+        data(to_json(measured))
+    return DONE
+
+
+def _model_of(plan: Plan) -> str:
+    if plan.request.model is None:
+        raise DocumentError(
+            "the plan was made from a profile, which does not tell how to build its model.",
+            field="--model",
+            mend="give the model that was profiled.",
+        )
+    return plan.request.model
+
+
+def _train(plan: Plan, model: str, arguments: argparse.Namespace) -> MeasuredRun:
+    from planner.executor.launch import run_plan
+
+    return run_plan(
+        plan,
+        None if arguments.plan == STDOUT else arguments.plan,
+        model=model,
+        steps=arguments.steps,
+        data=arguments.data,
+        loss=arguments.loss,
+        seed=arguments.seed,
+        learning_rate=arguments.learning_rate,
+        max_gradient_norm=arguments.max_gradient_norm,
+        device=arguments.device,
+        metrics=arguments.metrics,
+        log=words,
+        reference_steps=arguments.reference_steps or 0,
+        timeout_seconds=arguments.timeout,
+    )
+
+
+def _print_commands(plan: Plan, model: str, arguments: argparse.Namespace) -> None:
+    """One command per node, since torchrun starts processes on its own node only."""
+    from planner.executor.launch import commands
+
+    for name in LOCAL_ONLY:
+        if getattr(arguments, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise DocumentError(
+                "the plan needs several nodes, which this command does not start itself.",
+                field=option,
+                mend=f"leave {option} out, and give it to the printed commands.",
+            )
+    lines = commands(
+        plan,
+        arguments.plan,
+        model=model,
+        steps=arguments.steps,
+        data=arguments.data,
+        loss=arguments.loss,
+        seed=arguments.seed,
+        learning_rate=arguments.learning_rate,
+        max_gradient_norm=arguments.max_gradient_norm,
+        device=arguments.device,
+        timeout_seconds=arguments.timeout,
+    )
+    words(f"start one of these {len(lines)} commands on each node; MASTER_ADDR is the address of the first node")
+    data(to_json({"commands": list(lines)}) if arguments.json else "\n".join(lines))

@@ -1,0 +1,68 @@
+"""What a run measured beside what its plan predicted, as text for people."""
+
+from __future__ import annotations
+
+from planner.cli.console import bold, table
+from planner.cli.units import gibibytes, percent, scaled, seconds
+from planner.spec import MeasuredRun, Plan
+
+
+def run_text(plan: Plan, measured: MeasuredRun) -> str:
+    """Losses, step time and memory per rank, predicted and measured."""
+    first, last = measured.losses[0], measured.losses[-1]
+    head = (
+        f"{bold('run')} {measured.model} by plan {measured.plan_id[:12]} on {measured.devices}, {measured.steps} steps"
+    )
+    parts = [head, f"{bold('loss')} {first:.4f} -> {last:.4f}", _speed(plan, measured), _memory(plan, measured)]
+    if measured.reference_losses:
+        parts.insert(2, _reference(measured))
+    return "\n\n".join(parts)
+
+
+def _reference(measured: MeasuredRun) -> str:
+    rows = [
+        (str(step), f"{ours:.6f}", f"{theirs:.6f}", f"{ours - theirs:+.1e}")
+        for step, (ours, theirs) in enumerate(zip(measured.losses, measured.reference_losses, strict=False))
+    ]
+    return table(("step", "this run", "single process", "difference"), rows)
+
+
+def _speed(plan: Plan, measured: MeasuredRun) -> str:
+    predicted = plan.prediction
+    rows = [
+        (
+            "step",
+            seconds(predicted.step_seconds),
+            seconds(measured.median_step_seconds),
+            _off(predicted.step_seconds, measured.median_step_seconds),
+        ),
+        (
+            "tokens/s",
+            scaled(predicted.tokens_per_second),
+            scaled(measured.tokens_per_second),
+            _off(predicted.tokens_per_second, measured.tokens_per_second),
+        ),
+    ]
+    return table(("", "predicted", "measured", "predicted is off by"), rows)
+
+
+def _memory(plan: Plan, measured: MeasuredRun) -> str:
+    predicted = {row.pipeline_rank: row.peak_bytes for row in plan.prediction.memory}
+    rows = [
+        (
+            str(rank.rank),
+            str(rank.pipeline),
+            gibibytes(predicted[rank.pipeline]),
+            gibibytes(rank.peak_bytes),
+            _off(predicted[rank.pipeline], rank.peak_bytes),
+        )
+        for rank in measured.ranks
+    ]
+    return table(("rank", "pipeline rank", "predicted peak", "measured peak", "predicted is off by"), rows)
+
+
+def _off(predicted: float, measured: float) -> str:
+    if not measured:
+        return "-"
+    error = predicted / measured - 1
+    return ("+" if error >= 0 else "") + percent(error)
