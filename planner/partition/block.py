@@ -39,7 +39,7 @@ def _level_out(costs: Sequence[int], ends: list[int]) -> bool:
     sums = _sums(costs, ends)
     largest = max(range(len(sums)), key=sums.__getitem__)
     while sums[largest] > min(sums) + max(costs):
-        smallest = _smallest_near(sums, ends, largest)
+        smallest = _smallest_near(sums, largest)
         giver = smallest - 1 if smallest > largest else smallest + 1
         if giver < smallest:
             ends[giver] -= 1
@@ -51,13 +51,9 @@ def _level_out(costs: Sequence[int], ends: list[int]) -> bool:
     return False
 
 
-def _smallest_near(sums: Sequence[int], ends: Sequence[int], largest: int) -> int:
-    """The smallest part, an empty one first, then the one nearest to the largest part.
-
-    Empty first: with costs of zero another part may be as small, and the gap would stay behind.
-    """
-    starts = [0, *ends[:-1]]
-    return min(range(len(sums)), key=lambda part: (sums[part], ends[part] > starts[part], abs(part - largest)))
+def _smallest_near(sums: Sequence[int], largest: int) -> int:
+    """The smallest part, on a tie the one nearest to the largest: so a part that gave its only layer is the next."""
+    return min(range(len(sums)), key=lambda part: (sums[part], abs(part - largest)))
 
 
 def _sums(costs: Sequence[int], ends: Sequence[int]) -> list[int]:

@@ -24,14 +24,13 @@ def histogram(costs: Sequence[float], parts: int) -> Partition:
         LayoutError: no costs, a negative one, or more parts than layers.
     """
     check_costs(costs, parts)
-    cumulative = list(accumulate(whole_numbers(costs)))
-    # All costs zero: any cut is as good, so the layers count alike.
-    total = cumulative[-1] or len(costs)
-    cumulative = cumulative if cumulative[-1] else list(range(1, len(costs) + 1))
+    exact = whole_numbers(costs)
+    # When nothing costs anything, every layer counts alike.
+    cumulative = list(accumulate(exact if any(exact) else [1] * len(exact)))
     sizes = [0] * parts
     part = 0
     for layer, cost in enumerate(cumulative):
-        share = parts * cost // total
+        share = parts * cost // cumulative[-1]
         part = _nearest_allowed(share, part, sizes, left=len(costs) - layer)
         sizes[part] += 1
     return cut(costs, sizes)
