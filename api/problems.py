@@ -132,7 +132,7 @@ def _error_of_request(request: Request, error: RequestValidationError) -> Planne
     broken = next((each for each in details if each["type"] == "json_invalid"), None)
     if broken is not None:
         return DocumentError(
-            f"the body is not valid JSON: {broken['ctx']['error']} at character {broken['loc'][-1]}.",
+            f"the body is not valid JSON: {broken['ctx']['error']} (character {broken['loc'][-1]}).",
             mend="send one JSON document.",
         )
     if isinstance(error.body, bytes):

@@ -16,6 +16,7 @@ from planner.spec.document import problems_of
 
 ENVIRONMENT_PREFIX = "PLANNER_"
 MEBIBYTE = 1 << 20
+GIBIBYTE = 1 << 30
 
 
 def usable_cores() -> int:
@@ -46,6 +47,8 @@ class Settings(BaseModel):
     """Highest `options.time_limit_seconds` that a request may ask for; predictions end by then too."""
     solver_grace_seconds: float = Field(default=30.0, ge=0)
     """A solver that overruns its time limit by more is killed."""
+    max_solver_bytes: int = Field(default=8 * GIBIBYTE, ge=GIBIBYTE)
+    """Address space of one solver process; one that needs more fails alone, and the machine goes on."""
     concurrency: int = Field(default_factory=usable_cores, ge=1)
     """Solver processes at the same time."""
     queue_length: int = Field(default=32, ge=0)

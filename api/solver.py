@@ -7,7 +7,7 @@ search, answers one task, and ends.
     parent                        child (`_serve_one`)
       Process.start()      ->       import the search
       send(task)           ->       work(task, report)
-      messages()           <-       Reported ... Reported, then Answered | Refused | Crashed
+      messages()           <-       Ready, Reported ... Reported, then Answered | Refused | Crashed
       kill()                        (or the pipe ends: the process died)
 """
 
@@ -17,6 +17,7 @@ import importlib
 import math
 import multiprocessing
 import os
+import resource
 import signal
 import threading
 import time
@@ -27,11 +28,14 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
 from api.documents import Answer
+from api.errors import SolverError
 from planner.errors import PlannerError
 from planner.spec import Cluster, Job, ModelProfile, PlanRequest, PredictionLayout
 
 SECONDS_BETWEEN_REPORTS = 0.25
 """A better plan is reported at once, other progress no more often than this."""
+START_SECONDS = 60.0
+"""A process that has not imported the search by then will not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,11 @@ class PredictTask:
 
 
 Task = PlanTask | PredictTask
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The process has its imports, and starts on its task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +100,7 @@ class Crashed:
     traceback: str
 
 
-Message = Reported | Answered | Refused | Crashed
+Message = Ready | Reported | Answered | Refused | Crashed
 
 
 class Work(Protocol):
@@ -124,10 +133,11 @@ class Search:
 class SolverProcess:
     """The parent's side of one solver process. `kill` may be called from any thread."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, memory_bytes: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve_one, args=(theirs, work), daemon=True, name="planner-solver")
+        arguments = (theirs, work, memory_bytes)
+        self._process = context.Process(target=_serve_one, args=arguments, daemon=True, name="planner-solver")
         self._process.start()
         theirs.close()
 
@@ -152,17 +162,20 @@ class SolverProcess:
         """What the process says, until it ends.
 
         Raises:
-            TimeoutError: the process still runs after `seconds`.
+            TimeoutError: the process still runs `seconds` after it was ready, or does not get ready.
         """
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + START_SECONDS
         while True:
             if not wait([self._connection], timeout=max(0.0, deadline - time.monotonic())):
                 raise TimeoutError
             try:
-                yield self._connection.recv()
+                message: Message = self._connection.recv()
             except (EOFError, OSError):
                 self._process.join()
                 return
+            if isinstance(message, Ready):
+                deadline = time.monotonic() + seconds
+            yield message
 
     def kill(self) -> None:
         """End the process now."""
@@ -176,12 +189,14 @@ class SolverProcess:
         self._connection.close()
 
 
-def _serve_one(connection: Connection, work: Work) -> None:
+def _serve_one(connection: Connection, work: Work, memory_bytes: int) -> None:
     """What the child runs."""
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the service decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         work.prepare()
+        connection.send(Ready())
         connection.send(_answer(work, connection.recv(), connection))
     except (EOFError, BrokenPipeError):
         return  # the service ended before there was a task, or does not want the answer any more
@@ -194,6 +209,13 @@ def _answer(work: Work, task: Task, connection: Connection) -> Answered | Refuse
         return Answered(work(task, _Reporter(connection)))
     except PlannerError as error:
         return Refused(error)
+    except MemoryError:
+        return Refused(
+            SolverError(
+                "the solver needs more memory than it may use.",
+                mend="constrain the job further, or raise max_solver_bytes of the service.",
+            )
+        )
 
 
 class _Reporter:

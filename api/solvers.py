@@ -117,7 +117,7 @@ class Solvers:
         """Have one process ready, so that the next task need not wait for its imports."""
         with self._lock:
             if self._spare is None and not self._stopping:
-                self._spare = SolverProcess(self._work)
+                self._spare = SolverProcess(self._work, self._settings.max_solver_bytes)
 
     async def stop(self) -> None:
         """Kill every process and wait for its thread; waiting tasks give up."""
@@ -163,7 +163,7 @@ class Solvers:
             return spare
         if spare is not None:
             spare.close()
-        return SolverProcess(self._work)
+        return SolverProcess(self._work, self._settings.max_solver_bytes)
 
     def _follow(
         self, process: SolverProcess, seconds: float, ticket: Ticket, on_progress: ProgressHandler

@@ -49,8 +49,8 @@ def job(**changes: Any) -> dict[str, Any]:
     return {"global_batch_size": 8, "sequence_length": 128, "precision": "fp32", "optimizer": "adamw"} | changes
 
 
-def plan_body(model: ModelProfile | None = None, **changes: Any) -> dict[str, Any]:
+def plan_body(profile: ModelProfile | None = None, /, **changes: Any) -> dict[str, Any]:
     """What POST /v1/plans takes; a change to None leaves the field out."""
-    profile = (model or four_equal_layers()).model_dump(mode="json", by_alias=True)
-    body = {"profile": profile, "cluster": cluster(), "job": job()} | changes
+    document = (profile or four_equal_layers()).model_dump(mode="json", by_alias=True)
+    body = {"profile": document, "cluster": cluster(), "job": job()} | changes
     return {name: value for name, value in body.items() if value is not None}

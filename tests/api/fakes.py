@@ -32,8 +32,8 @@ REPORT = SearchReport(
 def plan_of(request: PlanRequest) -> Plan:
     """A whole plan on one rank."""
     assert request.profile is not None
-    parts = {name: 0.0 for name in Breakdown.model_fields} | {"compute_seconds": 0.5}
-    memory = {name: 0 for name in RankMemory.model_fields} | {"capacity_bytes": GIB}
+    parts = dict.fromkeys(Breakdown.model_fields, 0.0) | {"compute_seconds": 0.5}
+    memory = dict.fromkeys(RankMemory.model_fields, 0) | {"capacity_bytes": GIB}
     return Plan(
         id=request.id,
         layout=Layout(),
@@ -146,3 +146,12 @@ class Dying(Instant):
         """No answer."""
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("still alive")
+
+
+@dataclass(frozen=True)
+class Hungry(Instant):
+    """Takes all the memory that it can get."""
+
+    def __call__(self, task: Task, report: Callable[[Any], None]) -> Answer:
+        """No answer: more than any limit that tests set."""
+        return bytearray(1 << 42)  # type: ignore[return-value]

@@ -85,5 +85,3 @@ def until(condition: Callable[[], Any]) -> Any:
         assert time.monotonic() < deadline, "it did not come true"
         time.sleep(0.01)
     return found
-
-

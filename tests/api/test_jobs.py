@@ -16,7 +16,7 @@ from api.solver import Work
 from api.store import Store
 from planner.spec import digest
 from tests.api.documents import four_equal_layers, job, plan_body
-from tests.api.fakes import Crashing, Dying, Gated, Instant, Refusing
+from tests.api.fakes import Crashing, Dying, Gated, Hungry, Instant, Refusing
 from tests.api.live import PATIENCE_SECONDS, Live, running, until
 
 SettingsOf = Callable[..., Settings]
@@ -139,7 +139,12 @@ def test_the_queue_is_bounded(settings_of: SettingsOf, journal: Path, tmp_path: 
 
 @pytest.mark.parametrize(
     ("work", "http_status", "code"),
-    [(Refusing, 422, "documents-do-not-match"), (Crashing, 500, "solver-failed"), (Dying, 500, "solver-failed")],
+    [
+        (Refusing, 422, "documents-do-not-match"),
+        (Crashing, 500, "solver-failed"),
+        (Dying, 500, "solver-failed"),
+        (Hungry, 500, "solver-failed"),
+    ],
 )
 def test_a_failed_solve_says_why(
     settings: Settings, journal: Path, work: Callable[[Path], Work], http_status: int, code: str
@@ -216,9 +221,7 @@ def left_behind(settings: Settings, body: dict[str, object], attempts: int) -> s
     from planner.spec import Cluster, Job, Options
 
     profile = four_equal_layers()
-    request = make_request(
-        profile, Cluster.model_validate(body["cluster"]), Job.model_validate(body["job"]), Options()
-    )
+    request = make_request(profile, Cluster.model_validate(body["cluster"]), Job.model_validate(body["job"]), Options())
     store = Store(settings.database)
     store.add_profile(digest(profile), profile.model_dump_json(by_alias=True))
     text = request.model_dump_json(by_alias=True, exclude={"profile"})

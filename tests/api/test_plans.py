@@ -17,7 +17,9 @@ from tests.api.live import running, until
 def measured_run(plan_id: str, **changes: Any) -> dict[str, Any]:
     """What `planner run` writes."""
     run = {"plan_id": plan_id, "model": "four-equal-layers", "devices": "cpu", "steps": 2, "losses": [2.0, 1.0]}
-    return run | {"step_seconds": [0.7, 0.6], "median_step_seconds": 0.6, "tokens_per_second": 10, "ranks": []} | changes
+    return (
+        run | {"step_seconds": [0.7, 0.6], "median_step_seconds": 0.6, "tokens_per_second": 10, "ranks": []} | changes
+    )
 
 
 def test_a_plan_is_solved_once_and_then_known(settings: Settings, journal: Path) -> None:
@@ -217,5 +219,3 @@ def test_the_page_shows_plans_escaped(settings: Settings, journal: Path) -> None
         assert "<script" not in page.text
         assert "https://" not in page.text
         assert "default-src 'none'" in page.headers["content-security-policy"]
-
-
