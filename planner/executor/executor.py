@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -19,15 +20,13 @@ from planner.executor.loss import load_loss
 from planner.executor.memory import peak_bytes, reset_peak
 from planner.executor.mesh import build_mesh
 from planner.executor.report import gather, rank_of
+from planner.executor.settings import DEFAULT_LEARNING_RATE, DEFAULT_TIMEOUT_SECONDS
 from planner.executor.support import check_plan, check_world
 from planner.executor.training import Metrics, Trainer
 from planner.spec.document import read
 from planner.spec.measured import MeasuredRun
 from planner.spec.plan import Plan
 from profiler.models import ModelSource, load_model
-
-DEFAULT_LEARNING_RATE = 3e-4
-DEFAULT_TIMEOUT_SECONDS = 300.0
 
 
 class Executor:
@@ -97,8 +96,8 @@ class Executor:
         if steps < 1:
             raise RunError(f"cannot train {steps} steps.", field="steps", mend="give a whole number of at least 1.")
         reset_peak(self.device)
-        with _MetricsFile(metrics if self.mesh.rank == 0 else None, on_step) as report:
-            records = self._trainer.train(steps, report if self.mesh.rank == 0 else _ignore)
+        with _reporter(self.mesh.rank == 0, metrics, on_step) as report:
+            records = self._trainer.train(steps, report)
         peak = peak_bytes(self.device)
         mine = rank_of(self.part.module, self.part.optimizer, self.mesh, peak_bytes=peak)
         return gather(self.plan, self.source.name, self.device, mine, records)
@@ -177,27 +176,18 @@ def _join(device: torch.device, timeout_seconds: float) -> bool:
     return True
 
 
-def _ignore(metrics: Metrics) -> None:
-    """Only rank 0 reports."""
+@contextmanager
+def _reporter(
+    is_first: bool, path: str | Path | None, on_step: Callable[[Metrics], None] | None
+) -> Iterator[Callable[[Metrics], None]]:
+    """What rank 0 does after every step: write a line at once, so that a reader can follow, and tell the caller."""
+    with nullcontext() if path is None or not is_first else Path(path).open("w", encoding="utf-8") as file:
 
+        def report(metrics: Metrics) -> None:
+            if file is not None:
+                file.write(json.dumps(asdict(metrics)) + "\n")
+                file.flush()
+            if on_step is not None and is_first:
+                on_step(metrics)
 
-class _MetricsFile:
-    """Writes one JSON line per step, at once, so that a reader can follow; then tells the caller's function."""
-
-    def __init__(self, path: str | Path | None, on_step: Callable[[Metrics], None] | None) -> None:
-        self._file = None if path is None else Path(path).open("w", encoding="utf-8")
-        self._on_step = on_step
-
-    def __enter__(self) -> _MetricsFile:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def __call__(self, metrics: Metrics) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(asdict(metrics)) + "\n")
-            self._file.flush()
-        if self._on_step is not None:
-            self._on_step(metrics)
+        yield report

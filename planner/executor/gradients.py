@@ -38,9 +38,10 @@ class SharedCopy:
 def average_over_replicas(parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
     """Replace every gradient by its mean over the data-parallel group."""
     for bucket in _buckets([local(p.grad) for p in parameters if p.grad is not None]):
-        flat = _flatten_dense_tensors(bucket).div_(mesh.grid.data)
+        flat = _flatten_dense_tensors(bucket).div_(mesh.grid.data)  # type: ignore[no-untyped-call]
         dist.all_reduce(flat, group=mesh.data_group)
-        for gradient, mean in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
+        means = _unflatten_dense_tensors(flat, bucket)  # type: ignore[no-untyped-call]
+        for gradient, mean in zip(bucket, means, strict=True):
             gradient.copy_(mean)
 
 
@@ -85,25 +86,20 @@ def clip(parameters: Iterable[nn.Parameter], copies: Iterable[SharedCopy], maxim
 
     The norm is that of the whole model: shards and stages add up, replicas and further copies count once.
     """
-    parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    gradients = {id(parameter): parameter.grad for parameter in parameters if parameter.grad is not None}
     again = {id(copy.parameter) for copy in copies if not copy.is_owner}
-    counted = [parameter for parameter in parameters if id(parameter) not in again]
-    squares = torch.zeros(2, dtype=torch.float64, device=_device_of(mesh))
-    for parameter in counted:
-        square = local(parameter.grad).double().square().sum()
-        squares[0 if _is_sharded(parameter) else 1] += square
+    squares = torch.zeros(2, dtype=torch.float64, device=mesh.device_mesh.device_type)
+    for key, gradient in gradients.items():
+        if key not in again:
+            squares[0 if _is_sharded(gradient) else 1] += local(gradient).double().square().sum()
     dist.all_reduce(squares[:1], group=mesh.tensor_group)
     dist.all_reduce(squares, group=mesh.pipeline_group)
     norm = float(squares.sum().sqrt())
     factor = min(1.0, maximum / (norm + 1e-6))  # the same guard as torch.nn.utils.clip_grad_norm_
-    for parameter in parameters:
-        local(parameter.grad).mul_(factor)
+    for gradient in gradients.values():
+        local(gradient).mul_(factor)
     return norm
 
 
-def _is_sharded(parameter: nn.Parameter) -> bool:
-    return isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
-
-
-def _device_of(mesh: Mesh) -> torch.device:
-    return torch.device(mesh.device_mesh.device_type)
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)

@@ -6,21 +6,29 @@ pipeline's parts.
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from planner.errors import UnsupportedError
 from planner.executor.data import load_dataset
-from planner.executor.executor import DEFAULT_LEARNING_RATE, data_spec
+from planner.executor.executor import check_model, data_spec
+from planner.executor.failure import write_failure
 from planner.executor.loss import load_loss
 from planner.executor.materialise import materialise
 from planner.executor.optimizer import make_optimizer
+from planner.executor.settings import DEFAULT_LEARNING_RATE, RunSettings
 from planner.executor.streams import RandomStreams
 from planner.executor.support import check_plan
+from planner.spec.document import read
 from planner.spec.plan import Plan
-from profiler.models import ModelSource
+from profiler.models import ModelSource, load_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +79,12 @@ def train_reference(
         streams.step = step
         optimizer.zero_grad()
         batch = dataset(step * job.global_batch_size, (step + 1) * job.global_batch_size)
-        parts = list(zip(*(tensor.split(plan.layout.micro_batch_size) for tensor in batch), strict=True))
+        parts = list(zip(*(torch.split(tensor, plan.layout.micro_batch_size) for tensor in batch), strict=True))
         total = 0.0
         for number, (inputs, targets) in enumerate(parts):
             streams.micro_batch = number
             value = loss_of(model(inputs), targets) / len(parts)
-            value.backward()
+            torch.autograd.backward(value)
             total += float(value.detach())
         losses.append(total)
         if max_gradient_norm is not None:
@@ -88,3 +96,40 @@ def train_reference(
 def _whole_model(source: ModelSource, device: torch.device, seed: int) -> nn.Module:
     cut = source.cut()
     return materialise(source, lambda model: cut.stage(model, 0, len(cut.layers)), device=device, seed=seed)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the losses of a plan's first steps as a JSON list; `planner.executor.launch` starts it."""
+    parser = argparse.ArgumentParser(description="Train a plan's job in one process, without parallelism.")
+    parser.add_argument("plan", help="plan.json")
+    parser.add_argument("--reference-steps", type=int, required=True)
+    parser.add_argument("--failures", type=Path, required=True, help="folder for the error, if it fails")
+    RunSettings.add_arguments(parser)
+    options = parser.parse_args(arguments)
+    try:
+        sys.stdout.write(json.dumps(_losses(options)) + "\n")
+    except Exception as error:
+        write_failure(options.failures, 0, error)
+        raise
+    return 0
+
+
+def _losses(options: argparse.Namespace) -> list[float]:
+    settings = RunSettings.from_arguments(options)
+    plan, source = read(Plan, options.plan), load_model(settings.model)
+    check_model(plan, source)
+    outcome = train_reference(
+        plan,
+        source,
+        steps=options.reference_steps,
+        data=settings.data,
+        loss=settings.loss,
+        seed=settings.seed,
+        learning_rate=settings.learning_rate,
+        max_gradient_norm=settings.max_gradient_norm,
+    )
+    return list(outcome.losses)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

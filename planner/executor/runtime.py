@@ -62,7 +62,9 @@ class PipelineRuntime(_PipelineScheduleRuntime):
     ) -> None:
         # The mean over micro-batches is taken in the loss: scaling the gradients afterwards would divide parameters
         # that two stages of a rank share twice.
-        super().__init__(list(stages), micro_batches, lambda *pair: loss(*pair) / micro_batches, scale_grads=False)
+        mean = _MeanLoss(loss, micro_batches)
+        super().__init__(list(stages), micro_batches, mean, scale_grads=False)  # type: ignore[no-untyped-call]
+        self._mean_loss = mean
         try:
             self._prepare_schedule_with_comms(
                 {rank: [_Action.from_str(text) for text in row] for rank, row in enumerate(actions)}
@@ -131,7 +133,7 @@ class PipelineRuntime(_PipelineScheduleRuntime):
         _wait_batch_p2p(self.fwd_recv_ops.pop(unit, []))
         output = stage.forward_one_chunk(micro_batch, self._arguments[micro_batch], {}, save_forward_output=False)
         if stage.is_last:
-            self._graphs[micro_batch] = self._compute_loss(output, self._targets[micro_batch])
+            self._graphs[micro_batch] = self._mean_loss(output, self._targets[micro_batch])
         self._recorder.stop()
         following = self._by_index.get(stage.stage_index + 1)
         if following is not None:
@@ -156,7 +158,8 @@ class PipelineRuntime(_PipelineScheduleRuntime):
             self._losses[micro_batch] = loss.detach()
         preceding = self._by_index.get(stage.stage_index - 1)
         if preceding is not None:
-            preceding.set_local_bwd_input(stage.get_local_bwd_output(micro_batch), micro_batch)
+            gradient = stage.get_local_bwd_output(micro_batch)  # type: ignore[no-untyped-call]
+            preceding.set_local_bwd_input(gradient, micro_batch)
 
     def _send_backward(self, stage: TimedStage, micro_batch: int) -> None:
         for unit in [unit for unit, works in self._sends.items() if all(work.is_completed() for work in works)]:
@@ -166,6 +169,17 @@ class PipelineRuntime(_PipelineScheduleRuntime):
 
     def _reduce(self, stage: TimedStage, micro_batch: int) -> None:
         self._reduce_gradients()
+
+
+class _MeanLoss:
+    """A micro-batch's share of the mean over a step's micro-batches."""
+
+    def __init__(self, loss: Loss, micro_batches: int) -> None:
+        self._loss = loss
+        self._micro_batches = micro_batches
+
+    def __call__(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self._loss(output, targets) / self._micro_batches
 
 
 def _nothing(stage: TimedStage, micro_batch: int) -> None:

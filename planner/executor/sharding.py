@@ -49,6 +49,8 @@ def shard_tensors(stage: nn.Module, plan: Mapping[str, str], mesh: Mesh) -> tupl
     partial: list[nn.Parameter] = []
     for name, style in plan.items():
         module = stage.get_submodule(name)
+        if next(module.parameters(recurse=False), None) is None:
+            continue  # stands for a module of another stage
         if style == PARTIAL_GRADIENT:
             partial += module.parameters(recurse=False)
         elif style not in styles:
@@ -77,13 +79,9 @@ def replicate(stage: nn.Module, mesh: Mesh) -> nn.Module:
     if mesh.grid.data == 1 or mesh.grid.tensor > 1 or not trained:
         return stage
     # Every replica starts with the same values (`planner.executor.materialise`) and keeps its own buffers.
-    return DistributedDataParallel(
-        stage,
-        process_group=mesh.data_group,
-        broadcast_buffers=False,
-        init_sync=False,
-        gradient_as_bucket_view=True,
-    )
+    buffers = [name for name, _ in stage.named_buffers()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(stage, buffers)  # type: ignore[no-untyped-call]
+    return DistributedDataParallel(stage, process_group=mesh.data_group, init_sync=False, gradient_as_bucket_view=True)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

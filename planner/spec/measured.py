@@ -43,6 +43,8 @@ class MeasuredRun(Document):
     """What it ran on."""
     steps: int = Field(ge=1)
     losses: tuple[float, ...]
+    reference_losses: tuple[float, ...] = ()
+    """Of the same first steps in a single process, when the run was compared with one."""
     step_seconds: tuple[float, ...]
     """Of every step; the first ones warm up."""
     median_step_seconds: float

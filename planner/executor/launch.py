@@ -1,0 +1,237 @@
+"""Start torchrun for a plan on this machine, or say how to start it on every node. Imports torch only to check."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from planner.errors import LayoutError, PlannerError, RunError, UnsupportedError
+from planner.executor.failure import read_failure
+from planner.executor.settings import DEFAULT_LEARNING_RATE, DEFAULT_TIMEOUT_SECONDS, RunSettings
+from planner.executor.support import check_plan
+from planner.spec.document import read
+from planner.spec.measured import MeasuredRun
+from planner.spec.plan import Plan
+
+MASTER_PORT = 29500
+"""torchrun's default port."""
+TOLERANCE = 1e-4
+"""Greatest difference of a step's loss from the single process that counts as the same, in fp32."""
+
+Log = Callable[[str], None]
+
+
+def run_plan(
+    plan: Plan,
+    plan_path: str | Path | None = None,
+    *,
+    model: str,
+    steps: int = 20,
+    data: str = "stdlib",
+    loss: str | None = None,
+    seed: int = 0,
+    learning_rate: float = DEFAULT_LEARNING_RATE,
+    max_gradient_norm: float | None = None,
+    device: str | None = None,
+    output: str | Path | None = None,
+    metrics: str | Path | None = None,
+    log: Log = lambda line: None,
+    reference_steps: int = 0,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+) -> MeasuredRun:
+    """Train with torchrun on this machine and return what happened.
+
+    Args:
+        plan_path: the plan's file; None: a temporary one is written.
+        model, data, loss, seed, learning_rate, max_gradient_norm, device, timeout_seconds: see `RunSettings`.
+        output: where to write the report too.
+        metrics: file for one JSON line per step.
+        log: takes one line of text per step.
+        reference_steps: train this many steps in a single process first and compare the losses.
+
+    Raises:
+        MismatchError: a plan of another model.
+        UnsupportedError: the plan needs several nodes, or something that the executor does not carry out.
+        RunError: a rank failed, or the losses are not those of the single process.
+    """
+    settings = RunSettings(
+        model=model,
+        steps=steps,
+        data=data,
+        loss=loss,
+        seed=seed,
+        learning_rate=learning_rate,
+        max_gradient_norm=max_gradient_norm,
+        device=device,
+        timeout_seconds=timeout_seconds,
+    )
+    check_plan(plan)
+    _check_one_node(plan)
+    _check_model(plan, model)
+    with tempfile.TemporaryDirectory(prefix="planner-run-") as name:
+        folder = Path(name)
+        path = Path(plan_path) if plan_path is not None else _write_plan(plan, folder)
+        expected = _reference(path, settings, min(reference_steps, steps), plan, log) if reference_steps else ()
+        measured = _torchrun(plan, path, settings, folder, metrics, log)
+    measured = measured.model_copy(update={"reference_losses": expected})
+    if output is not None:
+        Path(output).write_text(measured.model_dump_json(indent=1), encoding="utf-8")
+    _compare(measured, log)
+    return measured
+
+
+def commands(plan: Plan, plan_path: str | Path, *, model: str, steps: int = 20, **settings: object) -> tuple[str, ...]:
+    """The shell command of every node of the plan, first node first; MASTER_ADDR is for the shell to fill in.
+
+    Args:
+        settings: further fields of `RunSettings`.
+
+    Raises:
+        LayoutError: the placement does not number the ranks node by node, as torchrun does.
+    """
+    check_plan(plan)
+    ranks = _ranks_per_node(plan)
+    arguments = RunSettings(model=model, steps=steps, **settings).to_arguments()  # type: ignore[arg-type]
+    worker = ["-m", "planner.executor.worker", str(plan_path), *arguments, "--output", "measured.json"]
+    lines = []
+    for node, processes in enumerate(ranks):
+        torchrun = ["torchrun", f"--nnodes={len(ranks)}", f"--node-rank={node}", f"--nproc-per-node={processes}"]
+        # The one word that the shell must expand stays unquoted.
+        master = f'--master-addr="$MASTER_ADDR" --master-port={MASTER_PORT}'
+        lines.append(f"{shlex.join(torchrun)} {master} {shlex.join(worker)}")
+    return tuple(lines)
+
+
+def nodes(plan: Plan) -> int:
+    """Number of nodes that the plan needs."""
+    return len({row.node for row in plan.placement})
+
+
+def _ranks_per_node(plan: Plan) -> list[int]:
+    rows = sorted(plan.placement, key=lambda row: row.rank)
+    counts: dict[int, int] = {}
+    for row in rows:
+        counts[row.node] = counts.get(row.node, 0) + 1
+    numbered = [(node, device) for node in sorted(counts) for device in range(counts[node])]
+    if [(row.node, row.device) for row in rows] != numbered:
+        raise LayoutError(
+            "torchrun numbers the ranks node by node and device by device; this placement does not.",
+            field="placement",
+            mend="number the ranks of node 0 first, then those of node 1, and so on.",
+        )
+    return [counts[node] for node in sorted(counts)]
+
+
+def _check_one_node(plan: Plan) -> None:
+    if nodes(plan) > 1:
+        raise UnsupportedError(
+            f"the plan needs {nodes(plan)} nodes, and torchrun starts processes on one.",
+            field="placement",
+            mend="start the command of every node there: planner.executor.launch.commands lists them.",
+        )
+
+
+def _check_model(plan: Plan, model: str) -> None:
+    from planner.executor.executor import check_model
+    from profiler.models import load_model
+
+    check_model(plan, load_model(model))
+
+
+def _write_plan(plan: Plan, folder: Path) -> Path:
+    path = folder / "plan.json"
+    path.write_text(plan.model_dump_json(by_alias=True), encoding="utf-8")
+    return path
+
+
+def _torchrun(
+    plan: Plan, path: Path, settings: RunSettings, folder: Path, metrics: str | Path | None, log: Log
+) -> MeasuredRun:
+    output = folder / "measured.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={len(plan.placement)}"]
+    command += ["-m", "planner.executor.worker", str(path), *settings.to_arguments(), "--output", str(output)]
+    command += ["--failures", str(folder)]
+    if metrics is not None:
+        command += ["--metrics", str(metrics)]
+    with _started(command, _environment(plan), folder / "stderr.txt") as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            log(_describe(line))
+    if process.returncode != 0 or not output.exists():
+        raise _failure(folder)
+    return read(MeasuredRun, output)
+
+
+def _failure(folder: Path) -> PlannerError:
+    return read_failure(folder, (folder / "stderr.txt").read_text(encoding="utf-8", errors="replace"))
+
+
+@contextmanager
+def _started(command: list[str], environment: dict[str, str], stderr: Path) -> Iterator[subprocess.Popen[str]]:
+    """A running child whose end is awaited; interrupted, it is told to stop, and torchrun stops its workers."""
+    with stderr.open("w", encoding="utf-8") as errors:
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+        try:
+            yield process
+            process.wait()
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+
+
+def _environment(plan: Plan) -> dict[str, str]:
+    profile = plan.request.profile
+    threads = profile.environment.get("threads_per_rank") if profile is not None else None
+    if threads is None:
+        threads = str(max(1, len(os.sched_getaffinity(0)) // len(plan.placement)))
+    return {**os.environ, "OMP_NUM_THREADS": threads}
+
+
+def _describe(line: str) -> str:
+    try:
+        metrics = json.loads(line)
+        return (
+            f"step {metrics['step']:4d}  loss {metrics['loss']:8.4f}  {metrics['seconds']:8.3f} s  "
+            f"{metrics['tokens_per_second']:10.0f} tokens/s"
+        )
+    except (ValueError, TypeError, KeyError):
+        return line.rstrip("\n")  # something else that a worker printed
+
+
+def _reference(path: Path, settings: RunSettings, steps: int, plan: Plan, log: Log) -> tuple[float, ...]:
+    """Losses of the single process, which gets all cores: it runs alone."""
+    log(f"training {steps} steps in a single process, to compare")
+    command = [sys.executable, "-m", "planner.executor.reference", str(path), *settings.to_arguments()]
+    with tempfile.TemporaryDirectory(prefix="planner-reference-") as name:
+        folder = Path(name)
+        command += ["--reference-steps", str(steps), "--failures", name]
+        with _started(command, dict(os.environ), folder / "stderr.txt") as process:
+            assert process.stdout is not None
+            text = process.stdout.read()
+        if process.returncode != 0:
+            raise _failure(folder)
+    return tuple(json.loads(text))
+
+
+def _compare(measured: MeasuredRun, log: Log) -> None:
+    if not measured.reference_losses:
+        return
+    worst = 0.0
+    log("step   this run   single process   difference")
+    for step, (ours, theirs) in enumerate(zip(measured.losses, measured.reference_losses, strict=False)):
+        log(f"{step:4d}   {ours:8.5f}   {theirs:14.5f}   {ours - theirs:+.1e}")
+        worst = max(worst, abs(ours - theirs))
+    if worst > TOLERANCE:
+        raise RunError(
+            f"the losses differ from the single process by up to {worst:.1e}, more than {TOLERANCE:.0e}.",
+            field="losses",
+            mend="report this plan: a split must not change what is computed.",
+        )

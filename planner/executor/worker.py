@@ -1,0 +1,63 @@
+"""What torchrun starts on every rank: ``python -m planner.executor.worker plan.json --model MODEL ...``"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from planner.executor.failure import write_failure
+from planner.executor.settings import RunSettings
+from planner.executor.training import Metrics
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train as the plan says; rank 0 prints one JSON line per step and writes the report."""
+    parser = argparse.ArgumentParser(description="Train one rank of a plan; start it with torchrun.")
+    parser.add_argument("plan", help="plan.json")
+    parser.add_argument("--output", help="where rank 0 writes measured.json")
+    parser.add_argument("--metrics", help="where rank 0 writes one JSON line per step")
+    parser.add_argument("--failures", type=Path, help="folder for the error of a rank that fails")
+    RunSettings.add_arguments(parser)
+    options = parser.parse_args(arguments)
+    try:
+        _train(options)
+    except Exception as error:
+        if options.failures is not None:
+            write_failure(options.failures, int(os.environ.get("RANK", "0")), error)
+        raise
+    return 0
+
+
+def _train(options: argparse.Namespace) -> None:
+    from planner.executor.executor import Executor
+
+    settings = RunSettings.from_arguments(options)
+    executor = Executor(
+        options.plan,
+        settings.model,
+        data=settings.data,
+        loss=settings.loss,
+        seed=settings.seed,
+        learning_rate=settings.learning_rate,
+        max_gradient_norm=settings.max_gradient_norm,
+        device=settings.device,
+        timeout_seconds=settings.timeout_seconds,
+    )
+    measured = executor.train(settings.steps, metrics=options.metrics, on_step=_print)
+    if executor.mesh.rank == 0 and options.output:
+        Path(options.output).write_text(measured.model_dump_json(indent=1), encoding="utf-8")
+    executor.close()
+
+
+def _print(metrics: Metrics) -> None:
+    sys.stdout.write(json.dumps(asdict(metrics)) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
