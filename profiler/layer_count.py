@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,77 +25,27 @@ from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
 
-from planner.spec.profile import Collective, Measurement, Operation, RecomputeMode
+from profiler.quantities import LayerCount
 from profiler.shard import Exchanges
 from profiler.transformer_cut import meta_friendly
-from profiler.watch import FusedAttention, Kernel, Watcher, saved_tensors
+from profiler.watch import FusedAttention, Watcher, saved_tensors
 
 
 @dataclass(frozen=True, slots=True)
-class LayerCount:
-    """One layer, one micro-batch, one rank: everything counted, before a recompute mode is chosen."""
+class LayerTrace:
+    """A counted layer, and what its neighbours must know."""
 
-    forward_flops: int
-    backward_input_flops: int
-    backward_weight_flops: int
-    kept_bytes: int
-    """Kept by autograd, x included if `keeps_input`."""
+    count: LayerCount
     keeps_input: bool
     keeps_output: bool
-    shared_bytes: int
-    """Kept, but made once per stage ahead of its layers."""
-    input_bytes: int
-    output_bytes: int
-    forward_live: tuple[int, ...]
-    """Live bytes after every operation of the forward."""
-    backward_live: tuple[int, ...]
-    local_parameters: int
-    kernels: tuple[Kernel, ...]
-    """Of the forward, in order."""
-    collectives: tuple[Collective, ...]
+    output_shape: tuple[int, ...]
 
-    def temporaries(self, recompute: RecomputeMode) -> tuple[int, ...]:
-        """Bytes above what is kept, at every moment; temporary_bytes is their maximum."""
-        if recompute == "none":
-            return tuple(
-                live - self.kept_bytes + self.shared_bytes for live in (*self.forward_live, *self.backward_live)
-            )
-        again = (live + self.output_bytes for live in self.forward_live)  # the gradient of y waits meanwhile
-        return tuple(live - self.input_bytes + self.shared_bytes for live in (*again, *self.backward_live))
-
-    def measurement(
-        self, micro_batch_size: int, sequence_length: int, degree: int, recompute: RecomputeMode
-    ) -> Measurement:
-        """The profile's row."""
-        again = recompute == "full"
-        return Measurement(
-            micro_batch_size=micro_batch_size,
-            sequence_length=sequence_length,
-            tensor_parallel_degree=degree,
-            recompute=recompute,
-            forward_flops=self.forward_flops,
-            backward_input_flops=self.backward_input_flops,
-            backward_weight_flops=self.backward_weight_flops,
-            recompute_flops=self.forward_flops if again else 0,
-            activation_bytes=self.input_bytes if again else self.kept_bytes,
-            output_bytes=self.output_bytes,
-            temporary_bytes=max(self.temporaries(recompute)),
-            local_parameters=self.local_parameters,
-            forward_bytes=sum(kernel.bytes for kernel in self.kernels),
-            operations=_operations(self.kernels),
-            collectives=self.collectives,
-            source="counted",
-        )
-
-
-def _operations(kernels: tuple[Kernel, ...]) -> tuple[Operation, ...]:
-    counts: dict[Kernel, int] = {}
-    for kernel in kernels:
-        counts[kernel] = counts.get(kernel, 0) + 1
-    return tuple(
-        Operation(kind=each.kind, count=count, flops=each.flops, bytes=each.bytes, m=each.m, n=each.n, k=each.k)
-        for each, count in counts.items()
-    )
+    def keeping_input(self) -> LayerTrace:
+        """The same layer, charged with its input, which another one keeps."""
+        count, size = self.count, self.count.input_bytes
+        temporaries = tuple(value - size for value in count.temporaries)
+        charged = replace(count, kept_bytes=count.kept_bytes + size, temporaries=temporaries)
+        return replace(self, count=charged, keeps_input=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +69,7 @@ class LayerRun:
         self.watcher = Watcher()
         self.saved: list[weakref.ref[UntypedStorage]] = []
 
-    def count(self, inputs: Tensor, *, is_first: bool) -> LayerCount:
+    def trace(self, inputs: Tensor, *, is_first: bool) -> LayerTrace:
         """All figures of one micro-batch. `inputs` are meta tensors: what the stage takes."""
         watcher = self.watcher
         inputs.requires_grad_(not is_first)
@@ -127,9 +77,9 @@ class LayerRun:
             watcher.own((tensor, tensor.grad))
         with FusedAttention(), self._meta_friendly(), watcher:
             output, end = self._forward(inputs)
-            forward_flops, forward_live, kernels = watcher.flops, tuple(watcher.timeline), tuple(watcher.kernels)
+            forward_flops, forward_live, kernels = watcher.flops, watcher.timeline, tuple(watcher.kernels)
             kept = self._kept(inputs, output)
-            output_bytes = output.nbytes
+            output_bytes, output_shape = output.nbytes, tuple(output.shape)
             edge, gradient = get_gradient_edge(end), torch.empty_like(end)
             if not self.with_loss:
                 # The next layer's backward is done, so only the gradient is left of y; logits stay with the caller.
@@ -137,22 +87,21 @@ class LayerRun:
             del end
             input_flops = self._input_flops(edge, gradient, inputs)
             backward_flops, backward_live = self._backward(edge, gradient)
-        return LayerCount(
+        again = [live + output_bytes for live in forward_live]  # the gradient of y waits meanwhile
+        count = LayerCount(
             forward_flops=forward_flops,
             backward_input_flops=input_flops,
             backward_weight_flops=backward_flops - input_flops,
             kept_bytes=kept.own_bytes,
-            keeps_input=kept.input,
-            keeps_output=kept.output,
-            shared_bytes=kept.shared_bytes,
             input_bytes=inputs.nbytes,
             output_bytes=output_bytes,
-            forward_live=forward_live,
-            backward_live=backward_live,
+            temporaries=_above(kept.own_bytes - kept.shared_bytes, forward_live + backward_live),
+            recompute_temporaries=_above(inputs.nbytes - kept.shared_bytes, again + backward_live),
             local_parameters=sum(parameter.numel() for parameter in self.stage.parameters()),
             kernels=kernels,
-            collectives=self.exchanges.collectives(),
+            exchanges=self.exchanges.take(),
         )
+        return LayerTrace(count, kept.input, kept.output, output_shape)
 
     def _meta_friendly(self) -> AbstractContextManager[None]:
         return meta_friendly() if hasattr(self.stage, "config") else nullcontext()
@@ -200,8 +149,12 @@ class LayerRun:
         torch.autograd.grad(edge, inputs, gradient, retain_graph=True)
         return self.watcher.flops
 
-    def _backward(self, edge: GradientEdge, gradient: Tensor) -> tuple[int, tuple[int, ...]]:
+    def _backward(self, edge: GradientEdge, gradient: Tensor) -> tuple[int, list[int]]:
         """FLOPs and live bytes of the whole backward."""
         self.watcher.start_phase()
         torch.autograd.backward(edge, gradient)
-        return self.watcher.flops, tuple(self.watcher.timeline)
+        return self.watcher.flops, self.watcher.timeline
+
+
+def _above(kept_bytes: int, live: list[int]) -> tuple[int, ...]:
+    return tuple(value - kept_bytes for value in live)

@@ -45,6 +45,11 @@ class ModelSource:
         with torch.device("meta"):
             return self.build()
 
+    @cached_property
+    def blueprint(self) -> nn.Module:
+        """One model on meta to read names and shapes from; not to be changed."""
+        return self.build_on_meta()
+
     def example_inputs(
         self, micro_batch_size: int, sequence_length: int, device: torch.device | str = "cpu"
     ) -> tuple[Tensor, ...]:
@@ -75,7 +80,7 @@ class ModelSource:
         return layer_outputs(self.build_on_meta(), self.cut(), inputs)
 
     def tensor_parallel_degrees(self) -> tuple[int, ...]:
-        """Degrees that the model can be tensor-parallel by; (1,) when nobody told how to split it."""
+        """Degrees that the model can be tensor-parallel by; (1,) when nobody told how to split it, or into what."""
         from profiler.tensor_parallel import degrees
 
         return degrees(self)
@@ -83,7 +88,7 @@ class ModelSource:
     @cached_property
     def digest(self) -> str:
         """sha256 over the sorted (name, shape) of all parameters, as lower-case hex."""
-        rows = sorted((name, tuple(value.shape)) for name, value in self.build_on_meta().named_parameters())
+        rows = sorted((name, tuple(value.shape)) for name, value in self.blueprint.named_parameters())
         return hashlib.sha256(repr(rows).encode()).hexdigest()
 
 

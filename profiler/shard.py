@@ -8,13 +8,14 @@ work in place; a gather makes the whole tensor. No process group is needed.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from planner.errors import UnsupportedError
-from planner.spec.profile import Collective
+from planner.spec.profile import CollectiveName
+from profiler.quantities import Exchange
 from profiler.tensor_parallel import COLUMN_STYLES, REPLICATED_STYLES, ROW_STYLES, set_local_heads
 
 
@@ -22,23 +23,24 @@ from profiler.tensor_parallel import COLUMN_STYLES, REPLICATED_STYLES, ROW_STYLE
 class Exchanges:
     """The collectives that a stage's modules ask for in one micro-batch, written down by `shard`'s hooks."""
 
-    rows: list[tuple[str, str, int]] = field(default_factory=list)
+    _rows: list[Exchange] = field(default_factory=list)
     _inputs: list[Tensor] = field(default_factory=list)
 
-    def column_input(self, tensor: Tensor) -> None:
+    def add(self, phase: Literal["forward", "backward"], operation: CollectiveName, tensor: Tensor) -> None:
+        """One collective over the whole of this tensor."""
+        self._rows.append(Exchange(phase, operation, tensor.nbytes))
+
+    def add_column_input(self, tensor: Tensor) -> None:
         """The gradient of what a column-wise group reads is summed once, however many modules read it."""
         if tensor.requires_grad and not any(tensor is seen for seen in self._inputs):
             self._inputs.append(tensor)
-            self.rows.append(("backward", "all_reduce", tensor.nbytes))
+            self.add("backward", "all_reduce", tensor)
 
-    def collectives(self) -> tuple[Collective, ...]:
-        """Equal exchanges merged, in order of first appearance; starts anew."""
-        counts = {row: self.rows.count(row) for row in self.rows}
-        self.rows, self._inputs = [], []
-        return tuple(
-            Collective.model_validate({"phase": phase, "operation": operation, "bytes": size, "count": count})
-            for (phase, operation, size), count in counts.items()
-        )
+    def take(self) -> tuple[Exchange, ...]:
+        """Everything written down since the last time."""
+        rows = tuple(self._rows)
+        self._rows, self._inputs = [], []
+        return rows
 
 
 def shard(stage: nn.Module, styles: dict[str, str], degree: int) -> Exchanges:
@@ -78,11 +80,11 @@ def _split_columns(module: nn.Linear, degree: int, exchanges: Exchanges, *, gath
         module.bias = _empty(module.bias, (module.out_features,))
 
     def before(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        exchanges.column_input(arguments[0])
+        exchanges.add_column_input(arguments[0])
 
     def after(_: nn.Module, arguments: Any, output: Tensor) -> Tensor:
-        whole: Tensor = _Gather.apply(output, degree)
-        exchanges.rows.append(("forward", "all_gather", whole.nbytes))
+        whole: Tensor = _Gather.apply(output, degree)  # type: ignore[no-untyped-call]
+        exchanges.add("forward", "all_gather", whole)
         return whole
 
     module.register_forward_pre_hook(before)
@@ -95,19 +97,20 @@ def _split_rows(module: nn.Linear, degree: int, exchanges: Exchanges) -> None:
     module.weight = _empty(module.weight, (module.out_features, module.in_features))
 
     def after(_: nn.Module, arguments: Any, output: Tensor) -> None:
-        exchanges.rows.append(("forward", "all_reduce", output.nbytes))
+        exchanges.add("forward", "all_reduce", output)
 
     module.register_forward_hook(after)
 
 
 def _share_gradients(module: nn.Module, exchanges: Exchanges) -> None:
     def after(_: nn.Module, arguments: Any, output: Any) -> None:
-        exchanges.rows += [("backward", "all_reduce", value.nbytes) for value in module.parameters(recurse=False)]
+        for parameter in module.parameters(recurse=False):
+            exchanges.add("backward", "all_reduce", parameter)
 
     module.register_forward_hook(after)
 
 
-def _empty(parameter: nn.Parameter, shape: tuple[int, ...]) -> nn.Parameter:
+def _empty(parameter: Tensor, shape: tuple[int, ...]) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device=parameter.device))
 
 

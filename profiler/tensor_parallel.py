@@ -40,7 +40,7 @@ def plan(source: ModelSource) -> dict[str, str]:
     """
     if source.config is None:
         return {}
-    return plan_of(source.build_on_meta())
+    return plan_of(source.blueprint)
 
 
 def plan_of(model: Any) -> dict[str, str]:
@@ -86,7 +86,7 @@ def set_local_heads(stage: nn.Module, degree: int) -> None:
     """
     for module in stage.modules():
         if type(module).__name__ == "OPTAttention":
-            module.num_heads = int(module.num_heads) // degree  # type: ignore[arg-type]
+            setattr(module, "num_heads", vars(module)["num_heads"] // degree)  # noqa: B010 - no declared attribute
 
 
 def degrees(source: ModelSource) -> tuple[int, ...]:
@@ -97,7 +97,7 @@ def degrees(source: ModelSource) -> tuple[int, ...]:
     config = source.config.get_text_config()
     heads = config.num_attention_heads
     common = gcd(heads, getattr(config, "num_key_value_heads", None) or heads)
-    model = source.build_on_meta()
+    model = source.blueprint
     for name, style in split_modules(model, styles).items():
         module = model.get_submodule(name)
         if style in COLUMN_STYLES:

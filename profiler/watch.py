@@ -10,9 +10,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -21,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-aten = torch.ops.aten
+from profiler.quantities import Kernel
 
-KernelKind = Literal["matmul", "attention", "convolution", "memory"]
+aten = torch.ops.aten
 
 MATMULS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})
 ATTENTIONS = frozenset({aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention})
@@ -31,19 +30,6 @@ GATHERS = frozenset({aten.embedding, aten.gather, aten.index_select, aten.index,
 """Read only the rows that the indices name, not the whole table."""
 BOOKKEEPING = frozenset({aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided})
 """Allocate without moving bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """One operation of the forward."""
-
-    kind: KernelKind
-    flops: int
-    bytes: int
-    """Read and written."""
-    m: int = 0
-    n: int = 0
-    k: int = 0
 
 
 class FusedAttention(TorchFunctionMode):
@@ -87,11 +73,11 @@ def _fused_attention(
     return output
 
 
-class Watcher(TorchDispatchMode):
+class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts while `recording`; everything that exists when recording starts belongs to others."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recording = False
         self.flops = 0
         self.kernels: list[Kernel] = []

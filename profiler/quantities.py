@@ -1,0 +1,174 @@
+"""What is counted of one layer, and the profile row it makes. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from planner.errors import DocumentError
+from planner.spec.profile import Collective, CollectiveName, LayerProfile, Measurement, Operation, RecomputeMode
+
+KernelKind = Literal["matmul", "attention", "convolution", "memory"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One operation of the forward."""
+
+    kind: KernelKind
+    flops: int
+    bytes: int
+    """Read and written."""
+    m: int = 0
+    n: int = 0
+    k: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One tensor-parallel collective of forward or backward."""
+
+    phase: Literal["forward", "backward"]
+    operation: CollectiveName
+    bytes: int
+    """Of the full tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCount:
+    """One layer, one micro-batch, one rank: everything counted, before a recompute mode is chosen."""
+
+    forward_flops: int
+    backward_input_flops: int
+    backward_weight_flops: int
+    kept_bytes: int
+    """What autograd keeps from forward to backward: the input if it is kept, never the output."""
+    input_bytes: int
+    output_bytes: int
+    temporaries: tuple[int, ...]
+    """Bytes above what is kept, at every moment of forward and backward."""
+    recompute_temporaries: tuple[int, ...]
+    """Bytes above the input, at every moment of a backward that runs the forward again."""
+    local_parameters: int
+    kernels: tuple[Kernel, ...]
+    """Of the forward, in order."""
+    exchanges: tuple[Exchange, ...]
+
+    def measurement(
+        self, micro_batch_size: int, sequence_length: int, degree: int, recompute: RecomputeMode
+    ) -> Measurement:
+        """The profile's row."""
+        again = recompute == "full"
+        return Measurement(
+            micro_batch_size=micro_batch_size,
+            sequence_length=sequence_length,
+            tensor_parallel_degree=degree,
+            recompute=recompute,
+            forward_flops=self.forward_flops,
+            backward_input_flops=self.backward_input_flops,
+            backward_weight_flops=self.backward_weight_flops,
+            recompute_flops=self.forward_flops if again else 0,
+            activation_bytes=self.input_bytes if again else self.kept_bytes,
+            output_bytes=self.output_bytes,
+            temporary_bytes=max(self.recompute_temporaries if again else self.temporaries),
+            local_parameters=self.local_parameters,
+            forward_bytes=sum(kernel.bytes for kernel in self.kernels),
+            operations=_operations(self.kernels),
+            collectives=_collectives(self.exchanges),
+            source="counted",
+        )
+
+
+def _operations(kernels: tuple[Kernel, ...]) -> tuple[Operation, ...]:
+    """Equal kernels merged, in order of first appearance."""
+    counts: dict[Kernel, int] = {}
+    for kernel in kernels:
+        counts[kernel] = counts.get(kernel, 0) + 1
+    return tuple(
+        Operation(kind=each.kind, count=count, flops=each.flops, bytes=each.bytes, m=each.m, n=each.n, k=each.k)
+        for each, count in counts.items()
+    )
+
+
+def _collectives(exchanges: tuple[Exchange, ...]) -> tuple[Collective, ...]:
+    """Equal exchanges merged, in order of first appearance."""
+    counts: dict[Exchange, int] = {}
+    for exchange in exchanges:
+        counts[exchange] = counts.get(exchange, 0) + 1
+    return tuple(
+        Collective(phase=each.phase, operation=each.operation, bytes=each.bytes, count=count)
+        for each, count in counts.items()
+    )
+
+
+def layer_profiles(
+    layers: Iterable[tuple[str, str, tuple[str, ...]]],
+    parameters: dict[str, int],
+    rows: dict[str, tuple[Measurement, ...]],
+) -> tuple[LayerProfile, ...]:
+    """The profile's layers, given as (name, kind, modules); layers of one kind share one tuple of rows."""
+    first: dict[str, LayerProfile] = {}
+    profiles = []
+    for name, kind, modules in layers:
+        if kind not in first:
+            first[kind] = LayerProfile(
+                name=name, kind=kind, modules=modules, parameters=parameters[kind], measurements=rows[kind]
+            )
+        # A copy, because validating thousands of shared rows anew for every layer would take seconds.
+        profiles.append(first[kind].model_copy(update={"name": name, "modules": modules}))
+    return tuple(profiles)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What sizes a model takes."""
+
+    model: str
+    takes_tokens: bool
+    longest_sequence: int
+    """Tokens; 0 when there is no limit."""
+    tensor_parallel_degrees: tuple[int, ...]
+
+    def check(self, sequence_length: int, micro_batch_sizes: tuple[int, ...], degrees: tuple[int, ...]) -> None:
+        """Refuse sizes that the model does not take.
+
+        Raises:
+            DocumentError: names the field, the value and what the model takes.
+        """
+        self._check_sequence(sequence_length)
+        if not micro_batch_sizes or min(micro_batch_sizes) < 1:
+            raise DocumentError(
+                f"{list(micro_batch_sizes)} holds no micro-batch size, or one below 1.",
+                field="micro_batch_sizes",
+                mend="give whole numbers of samples from 1 on.",
+            )
+        wrong = [degree for degree in degrees if degree not in self.tensor_parallel_degrees]
+        if wrong or not degrees:
+            raise DocumentError(
+                f"{self.model} cannot be tensor-parallel by {wrong[0] if wrong else 'no degree at all'}.",
+                field="tensor_parallel_degrees",
+                mend=f"use {', '.join(map(str, self.tensor_parallel_degrees))}.",
+            )
+
+    def _check_sequence(self, sequence_length: int) -> None:
+        if self.takes_tokens and sequence_length < 1:
+            raise DocumentError(
+                f"{self.model} takes tokens, and a sequence of {sequence_length} is none.",
+                field="sequence_length",
+                mend=f"give 1 to {self.longest_sequence} tokens."
+                if self.longest_sequence
+                else "give at least 1 token.",
+            )
+        if not self.takes_tokens and sequence_length != 0:
+            raise DocumentError(
+                f"{self.model} takes no tokens, got a sequence of {sequence_length}.",
+                field="sequence_length",
+                mend="give 0, or leave it out.",
+            )
+        if self.longest_sequence and sequence_length > self.longest_sequence:
+            raise DocumentError(
+                f"{self.model} takes at most {self.longest_sequence} tokens, got {sequence_length}.",
+                field="sequence_length",
+                mend=f"give at most {self.longest_sequence}.",
+            )
