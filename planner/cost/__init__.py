@@ -2,7 +2,7 @@
 
 from planner.cost.compute import price
 from planner.cost.layers import TICK_SECONDS, LayerCost, LayoutCosts, SharedCost, layout_costs
-from planner.cost.memory import StageLayers, reserved_bytes, stage_memory
+from planner.cost.memory import RECEIVE_BUFFERS, StageLayers, reserved_bytes, stage_memory
 from planner.cost.placement import placement, stage_ranks
 from planner.cost.step import (
     StageMap,
@@ -18,6 +18,7 @@ from planner.cost.step import (
 from planner.cost.workload import Workload, workload
 
 __all__ = [
+    "RECEIVE_BUFFERS",
     "TICK_SECONDS",
     "LayerCost",
     "LayoutCosts",

@@ -4,10 +4,10 @@
                 several layers of the stage are stored once. ZeRO stage 1 / 2 / 3 divides optimizer states /
                 gradients / parameters by the data-parallel degree (Rajbhandari et al. 2020).   -> stage_memory()
 (M2)  act(s)  = in_flight(s) * (sum of the layers' saved activations + the stage's output)
-                + micro_batches * (bytes received from the stage before and from the stage behind)
+                + 2 * (bytes received from the stage before and from the stage behind)
                 in_flight: most micro-batches that are forwarded and not yet backwarded, from the schedule's order;
-                torch's pipeline stage keeps every sent output until its backward, and allocates one receive buffer
-                per micro-batch and direction for the whole run (torch.distributed.pipelining, stage.py)
+                torch's pipeline stage keeps every sent output until its backward; the executor holds at most two
+                receive buffers per direction, the one in use and the one being filled
 (M3)  temp(s) = largest temporary of a layer of the stage
 (M4)  peak(s) = OGP + act + temp + reserved      reserved: context, communicators, allocator overhead
 """
@@ -23,6 +23,9 @@ from planner.spec.plan import RankMemory
 RESERVED_BYTES = 1_600_000_000
 """Of an accelerator process: CUDA context, NCCL channels, cuBLAS workspace and allocator rounding, order of magnitude;
 a device's own `reserved_bytes` goes before."""
+
+RECEIVE_BUFFERS = 2
+"""Per direction and neighbour."""
 
 StageLayers = Sequence[tuple[int, LayerCost]]
 """(layer index, its cost in the chosen recompute mode), in order."""
@@ -51,7 +54,7 @@ def _rank_memory(costs: LayoutCosts, stages: Sequence[StageLayers], index: int, 
         gradients -= repeated * shared.gradients_bytes
         optimizer -= repeated * shared.optimizer_bytes
     activations = in_flight * (sum(cost.activation_bytes for cost in layers) + outgoing_bytes(costs, stages, index))
-    activations += costs.micro_batches * buffer_bytes(costs, stages, index)
+    activations += RECEIVE_BUFFERS * buffer_bytes(costs, stages, index)
     temporary = max(cost.temporary_bytes for cost in layers)
     reserved = reserved_bytes(costs.work)
     return RankMemory(
@@ -74,7 +77,7 @@ def outgoing_bytes(costs: LayoutCosts, stages: Sequence[StageLayers], index: int
 
 
 def buffer_bytes(costs: LayoutCosts, stages: Sequence[StageLayers], index: int) -> int:
-    """Receive buffers of a stage per micro-batch: activations from the stage before, gradients from the one behind."""
+    """What a stage receives per micro-batch: activations from the stage before, gradients from the one behind."""
     before = outgoing_bytes(costs, stages, index - 1) if index > 0 else 0
     behind = outgoing_bytes(costs, stages, index) if index < len(stages) - 1 else 0
     return before + behind

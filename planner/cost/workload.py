@@ -15,6 +15,7 @@ from planner.spec.recipes import OgpRecipe, recipe
 COUNTED = "counted"
 """`ModelProfile.device` of a profile without seconds."""
 RecomputeModes = tuple[RecomputeMode, ...]
+_RowTable = dict[tuple[int, int], dict[RecomputeMode, Measurement]]
 _MODES: RecomputeModes = ("none", "selective", "full")
 
 
@@ -54,19 +55,20 @@ class Workload:
 
         Only combinations that all layers have, at the job's sequence length. Identical layers share one dict.
         """
-        shared: dict[int, dict[tuple[int, int], dict[RecomputeMode, Measurement]]] = {}
+        known: dict[str, tuple[LayerProfile | None, _RowTable]] = {}
         tables = []
         for layer in self.profile.layers:
-            key = id(layer.measurements)
-            if key not in shared:
-                shared[key] = _rows_by_size(layer, self.job.sequence_length)
-            tables.append(shared[key])
+            twin, table = known.get(layer.kind, (None, {}))
+            if twin is None or twin.measurements != layer.measurements:
+                table = _rows_by_size(layer, self.job.sequence_length)
+                known[layer.kind] = (layer, table)
+            tables.append(table)
         sizes = set(tables[0]).intersection(*tables[1:])
         return {size: tuple(table[size] for table in tables) for size in sorted(sizes)}
 
 
-def _rows_by_size(layer: LayerProfile, sequence_length: int) -> dict[tuple[int, int], dict[RecomputeMode, Measurement]]:
-    table: dict[tuple[int, int], dict[RecomputeMode, Measurement]] = {}
+def _rows_by_size(layer: LayerProfile, sequence_length: int) -> _RowTable:
+    table: _RowTable = {}
     for row in layer.measurements:
         if row.sequence_length == sequence_length:
             table.setdefault((row.micro_batch_size, row.tensor_parallel_degree), {})[row.recompute] = row

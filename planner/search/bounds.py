@@ -19,18 +19,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.cost import LayerCost, LayoutCosts
-from planner.schedule import ActionKind, Schedule
+from planner.cost import LayerCost, LayoutCosts, reserved_bytes
+from planner.errors import UnsupportedError
+
+BOUNDED = ("gpipe", "1f1b")
+"""Schedules whose bounds are known: those that the search may choose."""
 
 
-def warm_ups(schedule: Schedule) -> tuple[int, ...]:
-    """u(s): forwards before the first backward on every rank."""
-    counts = []
-    for actions in schedule.actions:
-        kinds = [action.kind for action in actions]
-        first_backward = next(i for i, kind in enumerate(kinds) if kind is not ActionKind.FORWARD)
-        counts.append(first_backward)
-    return tuple(counts)
+def warm_ups(name: str, ranks: int, micro_batches: int) -> tuple[int, ...]:
+    """u(s): forwards before the first backward on every rank; for both schedules also the most units in flight.
+
+    Told without building the schedule, since the bound is asked for every layout of the space.
+    """
+    if name not in BOUNDED:
+        raise UnsupportedError(
+            f"no bound is known for the schedule {name!r}.", field="schedule", mend=f"use {' or '.join(BOUNDED)}."
+        )
+    if name == "gpipe":
+        return (micro_batches,) * ranks
+    return tuple(min(micro_batches, ranks - rank) for rank in range(ranks))
 
 
 def lower_bound(costs: LayoutCosts, modes: Sequence[Sequence[LayerCost]], warm_up: Sequence[int]) -> int:
@@ -42,9 +49,8 @@ def lower_bound(costs: LayoutCosts, modes: Sequence[Sequence[LayerCost]], warm_u
     work = forward + backward
     longest = max(options[0].forward_ticks + least for options, least in zip(modes, backwards, strict=True))
     mean = -(-(count * work + _all_tails(costs, modes)) // stages)
-    return (
-        max(count * longest, mean, work + _worked_on(count, forward, backward, warm_up)) + costs.reduction_latency_ticks
-    )
+    turned = work + _worked_on(count, forward, backward, warm_up)
+    return max(count * longest, mean, turned) + costs.reduction_latency_ticks
 
 
 def _all_tails(costs: LayoutCosts, modes: Sequence[Sequence[LayerCost]]) -> int:
@@ -63,3 +69,23 @@ def _worked_on(count: int, forward: int, backward: int, warm_up: Sequence[int]) 
     total = sum(inverse)
     fitted = (forward + backward * (count - 1) * min(inverse)) / total
     return max(even, int(fitted * (1 - 1e-9)))
+
+
+def may_fit(costs: LayoutCosts, modes: Sequence[Sequence[LayerCost]], in_flight: Sequence[int]) -> bool:
+    """False only if no stage map can fit: a relaxation that spreads bytes freely over the stages.
+
+    A stage with o bytes of OGP has room for at most (room - o) / in_flight bytes of activations per micro-batch; so the
+    most activations fit when the OGP lies where most micro-batches are in flight.
+    """
+    room = costs.work.capacity_bytes - reserved_bytes(costs.work)
+    ogp = sum(options[0].ogp_bytes for options in modes)
+    ogp -= sum((len(shared.layers) - 1) * shared.ogp_bytes for shared in costs.shared)
+    activations = sum(min(cost.activation_bytes for cost in options) for options in modes)
+    if room <= 0 or ogp > room * len(in_flight):
+        return False
+    space = 0.0
+    for units in sorted(in_flight, reverse=True):
+        taken = min(room, ogp)
+        ogp -= taken
+        space += (room - taken) / units
+    return activations <= space

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.cost import LayoutCosts, choose, predict_step, reserved_bytes, schedule_of
+from planner.cost import LayoutCosts, choose, predict_step, schedule_of
 from planner.search.inside import least_memory
 from planner.search.result import Candidate, Found
-from planner.search.runs import allowed_modes, runs_of
+from planner.search.segments import allowed_modes
 from planner.search.solve import recompute_wish
 from planner.spec.layout import Layout
 from planner.spec.plan import Alternative, Miss, Prediction
@@ -64,7 +64,7 @@ def alternatives(found: Found, priced: Sequence[Prediction]) -> tuple[Alternativ
 
 
 def difference(winner: Layout, rival: Layout, ours: Prediction, theirs: Prediction) -> str:
-    """Where a rival loses, e.g. "tensor 8 instead of 4: +12.0 % step time, because of the pipeline bubble (+0.41 s)"."""
+    """Where a rival loses, e.g. "tensor 8 instead of 4: +12.0 % step time, most of it in the pipeline bubble"."""
     changes = [
         f"{word} {getattr(rival, field)} instead of {getattr(winner, field)}"
         for field, word in _DEGREES.items()
@@ -105,11 +105,10 @@ def explanation(best: Candidate, prediction: Prediction, found: Found) -> tuple[
     )
 
 
-def misses(found: Found, seconds: float) -> tuple[Miss, ...]:
+def misses(found: Found) -> tuple[Miss, ...]:
     """The layouts that come nearest to fitting, and by how much each misses."""
-    nearest = sorted(found.unfit, key=_even_share)[: 4 * MOST_MISSES]
-    result = [miss for costs in nearest if (miss := _miss(costs, seconds / len(nearest))) is not None]
-    return tuple(sorted(result, key=lambda miss: miss.missing_bytes)[:MOST_MISSES])
+    nearest = sorted(found.unfit, key=_even_share)[: 8 * MOST_MISSES]
+    return tuple(sorted(map(_miss, nearest), key=lambda miss: miss.missing_bytes)[:MOST_MISSES])
 
 
 def _even_share(costs: LayoutCosts) -> float:
@@ -119,13 +118,9 @@ def _even_share(costs: LayoutCosts) -> float:
     return ogp / costs.layout.pipeline_parallel_degree + activations
 
 
-def _miss(costs: LayoutCosts, seconds: float) -> Miss | None:
+def _miss(costs: LayoutCosts) -> Miss:
     wish = recompute_wish(costs.work.job.constraints.get("recompute"))
-    runs = runs_of(costs, allowed_modes(costs, wish))
-    found = least_memory(costs, schedule_of(costs), runs, seconds=max(0.1, seconds))
-    if found is None:
-        return None
-    rank, needed = found[0], found[1] + reserved_bytes(costs.work)
+    rank, needed = least_memory(costs, schedule_of(costs), allowed_modes(costs, wish))
     capacity = costs.work.capacity_bytes
     return Miss(
         layout=costs.layout.model_copy(update={"recompute": "per-layer"}),

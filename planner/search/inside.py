@@ -1,4 +1,13 @@
-"""Solve one layout: alternate between CP-SAT and the simulator until they agree (`planner.search.stages`)."""
+"""Solve one layout: shortest paths strike out segments, CP-SAT chooses among the rest, the simulator judges.
+
+    1. bound every segment; strike out those that cannot be in a better stage map             -> LayoutSearch.start()
+    2. simulate a stage map; its step is an incumbent, its critical path a new cut            -> LayoutSearch.judge()
+    3. solve the master problem over the cuts known; no better stage map left: proven         -> LayoutSearch.finish()
+
+Any path through the schedule is a lower bound for every stage map, and the path that the simulator finds is violated by
+the stage map it was found for, so the loop ends with the exact optimum of the cost model. This is Benders decomposition
+with the longest path as subproblem (Hooker, Ottosson 2003, logic-based Benders).
+"""
 
 from __future__ import annotations
 
@@ -6,16 +15,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from ortools.sat.python import cp_model
-
-from planner.cost import LayoutCosts, StageMap, Step, choose, durations, evaluate, tail_ticks
+from planner.cost import LayoutCosts, StageMap, Step, choose, durations, evaluate, reserved_bytes, tail_ticks
 from planner.schedule import Schedule, critical_path, in_flight_per_stage
-from planner.search.bounds import warm_ups
-from planner.search.runs import Run
-from planner.search.stages import StageModel
+from planner.search.bounds import BOUNDED, warm_ups
+from planner.search.paths import Cut, Path, Ways, most_even, segment_bounds
+from planner.search.recompute import cheapest_modes
+from planner.search.segments import LayerModes, Segments, Table
+from planner.search.stages import Effort, choose_segments
+from planner.spec.profile import RecomputeMode
 
-_ROUND_SECONDS = 30.0
-"""Wall-clock limit of one CP-SAT call; the search's own limit may be shorter."""
+NO_LIMIT = 2**53
+_UNBOUNDED_BYTES = 2**55
+
+_ROUND_WORK = 0.2
+"""Deterministic time of one round of `improve`, in CP-SAT's unit of about a second."""
 
 
 class Outcome(Enum):
@@ -35,87 +48,171 @@ class Inside:
 
     outcome: Outcome
     bound_ticks: int
-    """No stage map of the layout that fits is faster (or the limit is not beaten)."""
+    """No stage map of the layout that fits is faster, or the limit that none beats."""
     stage_map: StageMap | None = None
     step: Step | None = None
 
-    @property
-    def ticks(self) -> int | None:
-        """Step of the stage map found."""
-        return self.step.total_ticks if self.step else None
+
+class LayoutSearch:
+    """The search inside one layout.
+
+    Args:
+        costs: the layout, priced.
+        schedule: its schedule.
+        modes: allowed recompute choices of every layer.
+        limit_ticks: only stage maps faster than this matter.
+        must_fit: keep every stage within the device's memory.
+    """
+
+    def __init__(
+        self,
+        costs: LayoutCosts,
+        schedule: Schedule,
+        modes: tuple[LayerModes, ...],
+        *,
+        limit_ticks: int = NO_LIMIT,
+        must_fit: bool = True,
+    ) -> None:
+        room = costs.work.capacity_bytes - reserved_bytes(costs.work) if must_fit else _UNBOUNDED_BYTES
+        self.costs, self.schedule = costs, schedule
+        self.segments = Segments(costs, modes, in_flight_per_stage(schedule), room)
+        self.open = self.segments.fits.copy()
+        self.limit = limit_ticks
+        self.bound = 0
+        self.best: tuple[StageMap, Step] | None = None
+        self.is_empty = False
+        self._cuts: list[Cut] = []
+
+    def start(self) -> None:
+        """Bound the layout and strike out segments: equations (H2) and (H3)."""
+        while not self.is_empty:
+            low = self._segment_bounds()
+            even = most_even(low, self.open)
+            if even is None or even[0] >= self.limit:
+                self.is_empty = True
+                return
+            self.bound = max(self.bound, even[0])
+            struck = self.open & (low >= self.limit)
+            if not struck.any():
+                return
+            self.open &= ~struck
+
+    def _segment_bounds(self) -> Table:
+        schedule = self.schedule
+        if schedule.name in BOUNDED:
+            warm_up = warm_ups(schedule.name, schedule.ranks, schedule.micro_batches)
+            return segment_bounds(self.segments, self.open, warm_up, schedule.micro_batches)
+        return schedule.micro_batches * (self.segments.forward + self.segments.backward)
+
+    def tighten(self) -> None:
+        """Strike out what no cut found so far lets beat the limit: equation (H2)."""
+        self.start()
+        for cut in self._cuts:
+            ways = Ways.of(cut.costs(self.segments), self.open)
+            if ways.least >= self.limit:
+                self.is_empty = True
+            if self.is_empty:
+                return
+            self.bound = max(self.bound, ways.least)
+            self.open &= ways.through() < self.limit
+
+    def judge(self, path: Path) -> None:
+        """Choose what recomputes, simulate, keep the stage map if it is the best, and learn its critical path."""
+        stage_map = self._realise(path)
+        if stage_map is None:
+            return
+        stages = choose(self.costs, stage_map)
+        step = evaluate(self.costs, self.schedule, stages)
+        if step.total_ticks < self.limit:
+            self.best, self.limit = (stage_map, step), step.total_ticks
+        tails = [sum(parts) for parts in tail_ticks(self.costs, stages)]
+        in_ticks = durations(self.costs, stages)
+        for rank in {step.last_rank, 0, self.schedule.ranks - 1}:
+            self._learn(Cut.of(critical_path(self.schedule, in_ticks, tails, rank=rank)))
+
+    def _learn(self, cut: Cut) -> None:
+        if cut not in self._cuts:
+            self._cuts.append(cut)
+
+    def finish(self, seconds_left: Callable[[], float]) -> Inside:
+        """Prove the best stage map, or that none beats the limit."""
+        self._judge_even()
+        while not self.is_empty and (seconds := seconds_left()) > 0:
+            if not self._round(Effort(seconds=seconds)):
+                break
+        stage_map, step = self.best or (None, None)
+        if not self.is_empty:
+            return Inside(Outcome.STOPPED, self.bound, stage_map, step)
+        return Inside(Outcome.SOLVED if self.best else Outcome.NOT_BETTER, self.limit, stage_map, step)
+
+    def improve(self, rounds: int) -> None:
+        """Look for better stage maps with a fixed amount of work; proves nothing by itself."""
+        self._judge_even()
+        for _ in range(rounds):
+            if self.is_empty or not self._round(Effort(deterministic=_ROUND_WORK)):
+                return
+
+    def _judge_even(self) -> None:
+        """A first stage map: the one whose bound by (H3) is least."""
+        even = None if self.is_empty else most_even(self._segment_bounds(), self.open)
+        if even is not None:
+            self.judge(even[1])
+            self.tighten()
+
+    def _round(self, effort: Effort) -> bool:
+        """One solution of the master problem, judged; False when it gave none."""
+        tables = [cut.costs(self.segments) for cut in self._cuts]
+        proven, bound, path = choose_segments(tables, self.open, self.limit, effort)
+        if not path:
+            self.is_empty = proven
+            return False
+        self.bound = max(self.bound, min(bound, self.limit))
+        self.judge(path)
+        self.tighten()
+        return True
+
+    def _realise(self, path: Path) -> StageMap | None:
+        """The modes of every chosen segment; a segment priced too low gets its true price: equation (G4)."""
+        chosen = []
+        for stage, (x, y) in enumerate(path):
+            modes = self.segments.uniform_modes(stage, x, y) or self._exact_modes(stage, x, y)
+            if modes is None:
+                self.open[stage, x, y] = False
+                return None
+            chosen.append(modes)
+        return tuple(chosen)
+
+    def _exact_modes(self, stage: int, x: int, y: int) -> tuple[tuple[int, RecomputeMode], ...] | None:
+        segments = self.segments
+        layers = {layer: segments.modes[layer] for layer in segments.layers(stage, x, y)}
+        room = segments.room_bytes - int(segments.fixed_bytes[stage, x, y])
+        found = cheapest_modes(layers, segments.in_flight[stage], room)
+        if found is None:
+            return None
+        segments.backward[stage, x, y], segments.is_exact[stage, x, y] = found[0], False
+        return found[1]
 
 
 def solve_layout(
     costs: LayoutCosts,
     schedule: Schedule,
-    runs: tuple[Run, ...],
+    modes: tuple[LayerModes, ...],
     *,
-    limit_ticks: int | None,
+    limit_ticks: int = NO_LIMIT,
     seconds_left: Callable[[], float],
     must_fit: bool = True,
 ) -> Inside:
     """Best stage map of a layout that fits the memory (unless told otherwise) and beats the limit."""
-    in_flight = in_flight_per_stage(schedule)
-    model = StageModel(costs, runs, in_flight, limit_ticks)
-    if must_fit:
-        model.limit_memory()
-    model.add_work_bounds(warm_ups(schedule))
-    model.model.minimize(model.total)
-    best: Inside | None = None
-    bound = 0
-    while (seconds := seconds_left()) > 0:
-        solver = _solver(min(seconds, _ROUND_SECONDS))
-        status = solver.solve(model.model)
-        if status == cp_model.INFEASIBLE:
-            return Inside(Outcome.NOT_BETTER, limit_ticks or bound)
-        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            break
-        bound = max(bound, round(solver.best_objective_bound))
-        stage_map = model.stage_map(solver)
-        stages = choose(costs, stage_map)
-        step = evaluate(costs, schedule, stages)
-        if best is None or best.ticks is None or step.total_ticks < best.ticks:
-            best = Inside(Outcome.SOLVED, bound, stage_map, step)
-        if best.ticks is not None and bound >= best.ticks:
-            return Inside(Outcome.SOLVED, best.ticks, best.stage_map, best.step)
-        tails = [sum(parts) for parts in tail_ticks(costs, stages)]
-        model.add_path(critical_path(schedule, durations(costs, stages), tails))
-        _hint(model, solver)
-    return Inside(Outcome.STOPPED, bound, best.stage_map if best else None, best.step if best else None)
+    search = LayoutSearch(costs, schedule, modes, limit_ticks=limit_ticks, must_fit=must_fit)
+    search.start()
+    return search.finish(seconds_left)
 
 
-def least_memory(
-    costs: LayoutCosts, schedule: Schedule, runs: tuple[Run, ...], *, seconds: float
-) -> tuple[int, int] | None:
-    """(pipeline rank, bytes) of the fullest rank under the stage map that needs least; None when out of time."""
-    model = StageModel(costs, runs, in_flight_per_stage(schedule))
-    fullest = model.model.new_int_var(0, 2**50, "fullest")
-    for peak in model.peaks:
-        model.model.add(fullest >= peak)
-    model.model.minimize(fullest)
-    solver = _solver(seconds)
-    if solver.solve(model.model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return None
-    peaks = [_value(solver, peak) for peak in model.peaks]
-    return peaks.index(max(peaks)), max(peaks)
-
-
-def _solver(seconds: float) -> cp_model.CpSolver:
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1  # several workers race: the same request could give another plan
-    solver.parameters.random_seed = 0
-    solver.parameters.max_time_in_seconds = max(0.01, seconds)
-    return solver
-
-
-def _hint(model: StageModel, solver: cp_model.CpSolver) -> None:
-    """Start the next round where this one ended."""
-    model.model.clear_hints()
-    for index, value in enumerate(solver.response_proto.solution):
-        variable = model.model.get_int_var_from_proto_index(index)
-        if index != model.total.index:
-            model.model.add_hint(variable, value)
-
-
-def _value(solver: cp_model.CpSolver, expression: object) -> int:
-    return expression if isinstance(expression, int) else int(solver.value(expression))  # type: ignore[arg-type]
+def least_memory(costs: LayoutCosts, schedule: Schedule, modes: tuple[LayerModes, ...]) -> tuple[int, int]:
+    """(pipeline rank, bytes) of the fullest rank under the stage map of least memory, reserved bytes included."""
+    segments = Segments(costs, modes, in_flight_per_stage(schedule), _UNBOUNDED_BYTES)
+    found = most_even(segments.least_bytes, segments.is_segment)
+    assert found is not None, "a layout has no more stages than layers"
+    needed, path = found
+    peaks = [int(segments.least_bytes[stage, x, y]) for stage, (x, y) in enumerate(path)]
+    return peaks.index(needed), needed + reserved_bytes(costs.work)

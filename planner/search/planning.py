@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import islice
 
 from planner import __version__
@@ -20,9 +21,9 @@ from planner.cost import (
 from planner.errors import LayoutError, MismatchError
 from planner.schedule import canonical_name
 from planner.search.explain import alternatives, explanation, misses, predictions, with_recompute
-from planner.search.inside import Outcome, solve_layout
+from planner.search.inside import solve_layout
 from planner.search.result import Callbacks, Found
-from planner.search.runs import allowed_modes, runs_of
+from planner.search.segments import allowed_modes
 from planner.search.solve import search
 from planner.search.space import Space, layouts
 from planner.spec.cluster import Cluster
@@ -32,8 +33,6 @@ from planner.spec.layout import Layout, PredictionLayout
 from planner.spec.plan import Forecast, Infeasible, Options, Plan, PlannedLayer, PlanRequest, RankMemory, Stage
 from planner.spec.profile import ModelProfile, RecomputeMode
 
-_MISS_SECONDS = 4.0
-"""Time to find the nearest misses when nothing fits."""
 _PREDICT_SECONDS = 60.0
 
 
@@ -118,13 +117,13 @@ def stages_of(costs: LayoutCosts, stage_map: StageMap) -> tuple[Stage, ...]:
 
 
 def _infeasible(work: Workload, space: Space, found: Found) -> Infeasible:
-    nearest = misses(found, _MISS_SECONDS)
+    nearest = misses(found)
     if not found.report.optimal:
         reason = f"no plan was found within the time limit over {len(space.layouts)} layouts; there may be one"
     else:
         reason = (
             f"none of the {len(space.layouts)} layouts fits {work.device.id}: every stage map needs more than the "
-            f"{work.capacity_bytes} bytes that the job may use of a device ({work.device.memory_bytes} less the headroom)"
+            f"{work.capacity_bytes} bytes that the job may use of its {work.device.memory_bytes}"
         )
     advice = [
         f"nearest: pipeline rank {miss.pipeline_rank} of data {miss.layout.data_parallel_degree} x tensor "
@@ -186,16 +185,16 @@ def _given(costs: LayoutCosts, layout: PredictionLayout) -> StageMap:
 
 
 def _fastest(costs: LayoutCosts) -> StageMap:
-    schedule = schedule_of(costs)
-    wish = (costs.layout.recompute,)
-    runs = runs_of(costs, allowed_modes(costs, wish))
-    for fits in (True, False):
+    """The fastest stage map that fits; the fastest at all when none does."""
+    schedule, modes = schedule_of(costs), allowed_modes(costs, (costs.layout.recompute,))
+    deadline = time.monotonic() + _PREDICT_SECONDS
+    for must_fit in (True, False):
         inside = solve_layout(
-            costs, schedule, runs, limit_ticks=None, seconds_left=lambda: _PREDICT_SECONDS, must_fit=fits
+            costs, schedule, modes, seconds_left=lambda: deadline - time.monotonic(), must_fit=must_fit
         )
-        if inside.stage_map is not None and inside.outcome is Outcome.SOLVED:
+        if inside.stage_map is not None:
             return inside.stage_map
-    raise LayoutError("no stage map could be found in time.", field="layout", mend="give layers_per_stage.")
+    raise LayoutError("no stage map was found in time.", field="layout", mend="give layers_per_stage.")
 
 
 def _forecast(costs: LayoutCosts, stage_map: StageMap) -> Forecast:

@@ -78,15 +78,15 @@ def _canonical_schedules(constraint: Constraint) -> Constraint:
             field="job.constraints.schedule",
             mend=f"use one of {', '.join(names(runnable_only=True))}.",
         )
-    names = tuple(canonical_name(str(value)) for value in values)
-    unable = [name for name in names if name not in names(runnable_only=True)]
+    wanted = tuple(canonical_name(str(value)) for value in values)
+    unable = [name for name in wanted if name not in names(runnable_only=True)]
     if unable:
         raise UnsupportedError(
             f"the executor does not run the schedule {unable[0]!r} yet.",
             field="job.constraints.schedule",
             mend=f"use one of {', '.join(names(runnable_only=True))}; `planner schedule` simulates the others.",
         )
-    return names
+    return wanted
 
 
 def _permitted(layout: Layout, constraints: dict[str, Constraint]) -> bool:
