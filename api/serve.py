@@ -10,6 +10,7 @@ from fastapi import FastAPI
 
 from api.app import create_app
 from api.settings import Settings
+from api.store import Store
 
 SHUTDOWN_SECONDS = 10
 """Requests under way may take so long to end."""
@@ -47,6 +48,12 @@ def server_of(settings: Settings, app: FastAPI | None = None) -> PlannerServer:
 
 
 def serve(settings: Settings) -> None:
-    """Serve until SIGINT or SIGTERM."""
+    """Serve until SIGINT or SIGTERM.
+
+    Raises:
+        DocumentError: the database cannot be used.
+        RunError: another service uses it.
+    """
+    Store(settings.database).close()  # here, because uvicorn would log a failed start as a traceback
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     server_of(settings).run()

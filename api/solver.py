@@ -30,7 +30,7 @@ from typing import Any, Protocol
 from api.documents import Answer
 from api.errors import SolverError
 from planner.errors import PlannerError
-from planner.spec import Cluster, Job, ModelProfile, PlanRequest, PredictionLayout
+from planner.spec import Cluster, Job, ModelProfile, Plan, PlanRequest, PredictionLayout
 
 SECONDS_BETWEEN_REPORTS = 0.25
 """A better plan is reported at once, other progress no more often than this."""
@@ -115,19 +115,34 @@ class Work(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """The real work: `planner.search`."""
+    """The real work: `planner.search`, and no plan without the independent check of `planner.validate`."""
 
     def prepare(self) -> None:
         """Import the search, and OR-Tools with it."""
         importlib.import_module("planner.search")
+        importlib.import_module("planner.validate")
 
     def __call__(self, task: Task, report: Callable[[Any], None]) -> Answer:
         """Plan or predict."""
         from planner.search import Callbacks, plan, predict
 
-        if isinstance(task, PlanTask):
-            return plan(task.request, task.profile, callbacks=Callbacks(on_progress=report))
-        return predict(task.profile, task.cluster, task.job, task.layout, model=task.model)
+        if isinstance(task, PredictTask):
+            return predict(task.profile, task.cluster, task.job, task.layout, model=task.model)
+        answer = plan(task.request, task.profile, callbacks=Callbacks(on_progress=report))
+        if isinstance(answer, Plan):
+            _check(answer, task.profile)
+        return answer
+
+
+def _check(plan: Plan, profile: ModelProfile) -> None:
+    from planner.validate import check
+
+    found = check(plan, profile)
+    if not found.ok:
+        raise SolverError(
+            f"the plan did not pass the check, which shares no code with the search: {'; '.join(found.problems)}.",
+            mend="report it, with the request.",
+        )
 
 
 class SolverProcess:

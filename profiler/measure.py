@@ -65,13 +65,19 @@ def profile(
         progress: called with (steps done, steps in all, what is being done).
 
     Raises:
-        SpecError: an argument that cannot be measured.
+        SpecError: an argument that cannot be measured; a sequence or degree that the model does not take.
         UnsupportedError: a device that is not here, or cannot be shared so.
         DocumentError: the journal is not a file that can be read and written.
         RunError: a process that loads the machine died.
     """
     place = find_device(device, concurrency)
-    _check(micro_batch_sizes, time_budget_seconds)
+    count.check_request(source, sequence_length, tuple(micro_batch_sizes), tuple(tensor_parallel_degrees))
+    if not time_budget_seconds > 0:
+        raise SpecError(
+            f"{time_budget_seconds} seconds are no time to measure in.",
+            field="time_budget_seconds",
+            mend="give a positive number of seconds.",
+        )
     known = Journal(journal, _condition(source, device, sequence_length, dtype, concurrency))
     with Load(concurrency) as load:  # first, because its processes take their time to start
         counted = count.profile(
@@ -94,21 +100,6 @@ def profile(
         "environment": counted.environment | _environment(concurrency, [known[task.case] for task in tasks]),
     }
     return counted.model_copy(update=data)
-
-
-def _check(micro_batch_sizes: Sequence[int], time_budget_seconds: float) -> None:
-    if not micro_batch_sizes or min(micro_batch_sizes) < 1:
-        raise SpecError(
-            f"micro-batch sizes must be positive numbers of samples, got {list(micro_batch_sizes)}.",
-            field="micro_batch_sizes",
-            mend="give e.g. 1,2,4.",
-        )
-    if not time_budget_seconds > 0:
-        raise SpecError(
-            f"{time_budget_seconds} seconds are no time to measure in.",
-            field="time_budget_seconds",
-            mend="give a positive number of seconds.",
-        )
 
 
 def _condition(

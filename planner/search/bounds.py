@@ -81,7 +81,7 @@ def may_fit(costs: LayoutCosts, modes: Sequence[Sequence[LayerCost]], in_flight:
     ogp = sum(options[0].ogp_bytes for options in modes)
     ogp -= sum((len(shared.layers) - 1) * shared.ogp_bytes for shared in costs.shared)
     activations = sum(min(cost.activation_bytes for cost in options) for options in modes)
-    if room <= 0 or ogp > room * len(in_flight):
+    if room < 0 or ogp > room * len(in_flight):
         return False
     space = 0.0
     for units in sorted(in_flight, reverse=True):

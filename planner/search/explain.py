@@ -64,16 +64,20 @@ def alternatives(found: Found, priced: Sequence[Prediction]) -> tuple[Alternativ
 
 
 def difference(winner: Layout, rival: Layout, ours: Prediction, theirs: Prediction) -> str:
-    """Where a rival loses, e.g. "tensor 8 instead of 4: +12.0 % step time, most of it in the pipeline bubble"."""
+    """Where a rival loses, e.g. "tensor 8 instead of 4: +12.0 % step time; it loses 0.4 s in computation"."""
     changes = [
         f"{word} {getattr(rival, field)} instead of {getattr(winner, field)}"
         for field, word in _DEGREES.items()
         if getattr(rival, field) != getattr(winner, field)
     ]
     slower = theirs.step_seconds / ours.step_seconds - 1
-    part, lost = max(_losses(ours, theirs).items(), key=lambda item: item[1])
+    losses = _losses(ours, theirs)
+    lost, won = max(losses, key=losses.__getitem__), min(losses, key=losses.__getitem__)
+    reason = f"it loses {losses[lost]:.3g} s in {_PARTS[lost]}" if losses[lost] > 0 else ""
+    if reason and losses[won] < 0:
+        reason += f" and gains {-losses[won]:.3g} s in {_PARTS[won]}"
     text = f"{', '.join(changes) or 'another stage map'}: {100 * slower:+.1f} % step time"
-    return f"{text}, most of it in {_PARTS[part]} ({lost:+.3g} s)" if lost > 0 else text
+    return f"{text}; {reason}" if reason else text
 
 
 def _losses(ours: Prediction, theirs: Prediction) -> dict[str, float]:

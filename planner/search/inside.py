@@ -27,7 +27,7 @@ from planner.spec.profile import RecomputeMode
 NO_LIMIT = 2**53
 _UNBOUNDED_BYTES = 2**55
 
-_ROUND_WORK = 0.2
+_ROUND_WORK = 0.05
 """Deterministic time of one round of `improve`, in CP-SAT's unit of about a second."""
 
 

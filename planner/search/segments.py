@@ -140,7 +140,8 @@ class Segments:
         behind = np.array([0, *(self.costs.boundary_bytes(layer) for layer in range(len(self.modes)))], dtype=np.int64)
         incoming, outgoing = behind[self.starts], behind[self.stops]
         received = np.where(np.arange(self.stages)[:, None, None] < self.stages - 1, incoming + outgoing, incoming)
-        return ogp + self._units * outgoing + RECEIVE_BUFFERS * received
+        table: Table = ogp + self._units * outgoing + RECEIVE_BUFFERS * received
+        return table
 
     @property
     def _units(self) -> Table:

@@ -17,6 +17,8 @@ from planner.validate.prices import NANOSECOND, LayerPrice, Prices, StateBytes
 
 RESERVED_BYTES = 1_600_000_000
 """Context, communicators and allocator overhead of a process on a device that does not say its own."""
+RECEIVE_BUFFERS = 2
+"""Per direction: the one in use and the one being filled."""
 _RELATIVE = 1e-6
 _ROUNDING = 1e-9
 
@@ -157,12 +159,12 @@ class StepCheck:
         )
 
     def _activations(self, stage: int) -> int:
-        """Equation (M2): what is held in flight, and one receive buffer per micro-batch and direction."""
+        """Equation (M2): what is held in flight, and the receive buffers of both directions."""
         outputs = [self.prices.boundary_bytes[layers[-1][0]] for layers in self.stage_map]
         saved = sum(price.row.activation_bytes for price in self._layers(stage)) + outputs[stage]
         received = outputs[stage - 1] if stage > 0 else 0
         received += outputs[stage] if stage < len(outputs) - 1 else 0
-        return in_flight(self.actions[stage]) * saved + self.facts.micro_batches * received
+        return in_flight(self.actions[stage]) * saved + RECEIVE_BUFFERS * received
 
 
 def capacity_bytes(facts: Facts) -> int:

@@ -66,7 +66,7 @@ def run(case: Case) -> dict[str, float]:
     expected = train_reference(plan, source, steps=case.steps, **settings)
     pairs = zip(measured.losses, expected.losses, strict=True)
     wanted = dict(expected.model.named_parameters(remove_duplicate=False))
-    worst = max(float((values[name] - wanted[name]).abs().max()) for name in wanted)
+    worst = max(float((values[name] - wanted[name].detach()).abs().max()) for name in wanted)
     return {
         "loss": max(abs(left - right) for left, right in pairs),
         "parameters": worst,
