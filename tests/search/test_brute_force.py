@@ -1,0 +1,125 @@
+"""The search against brute force: same optimum, same alternatives, same misses, and bounds that nothing beats."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.cost import TICK_SECONDS, choose, evaluate, layout_costs, schedule_of, stage_memory, workload
+from planner.schedule.in_flight import in_flight_per_stage
+from planner.search import plan
+from planner.search.solve import bounded
+from planner.spec import Infeasible, Plan
+from planner.spec.layout import Layout
+from planner.validate import check
+from tests.brute_force import Priced, price_all
+from tests.builders import request
+from tests.strategies import Instance, instances
+
+
+@st.composite
+def tight_instances(draw: st.DrawFn) -> tuple[Instance, list[Priced]]:
+    """A request whose devices hold exactly what some stage map needs, or a byte less; and all its stage maps."""
+    instance = draw(instances())
+    priced = price_all(instance.profile, instance.cluster, instance.job)
+    peaks = sorted({one.peak for one in priced}) or [1000]
+    memory = peaks[draw(st.integers(0, len(peaks) - 1))] - draw(st.sampled_from((0, 0, 0, 1)))
+    return with_memory(instance, max(1, memory)), priced
+
+
+def with_memory(instance: Instance, memory_bytes: int) -> Instance:
+    """The same request on devices of this size."""
+    group = instance.cluster.node_groups[0]
+    device = group.device.model_copy(update={"memory_bytes": memory_bytes})  # type: ignore[union-attr]
+    smaller = instance.cluster.model_copy(update={"node_groups": (group.model_copy(update={"device": device}),)})
+    return Instance(instance.profile, smaller, instance.job)
+
+
+def best_steps(priced: list[Priced], memory_bytes: int) -> list[int]:
+    """The fastest step of every layout that fits, best first."""
+    steps = []
+    for _, same in groupby(priced, key=lambda one: one.layout):
+        fitting = [one.nanoseconds for one in same if one.peak <= memory_bytes]
+        steps += [min(fitting)] if fitting else []
+    return sorted(steps)
+
+
+def memory_of(instance: Instance) -> int:
+    """Bytes of a device."""
+    return instance.cluster.node_groups[0].device.memory_bytes  # type: ignore[union-attr]
+
+
+def answer(instance: Instance, **options: int) -> Plan | Infeasible:
+    """What the search says."""
+    return plan(request(instance.profile, instance.cluster, instance.job, **options), instance.profile)
+
+
+@settings(max_examples=150)
+@given(tight_instances())
+def test_plan_is_the_optimum(case: tuple[Instance, list[Priced]]) -> None:
+    """The plan takes exactly the least time of all that fit, is proven, and the alternatives are the next best layouts;
+    infeasible comes exactly when nothing fits."""
+    instance, priced = case
+    steps = best_steps(priced, memory_of(instance))
+    found = answer(instance, top=2)
+    if not steps:
+        assert isinstance(found, Infeasible)
+        assert found.search is None or found.search.optimal
+        return
+    assert isinstance(found, Plan)
+    told = [found.prediction.step_seconds, *(one.step_seconds for one in found.alternatives)]
+    assert told == pytest.approx([step * TICK_SECONDS for step in steps[:3]], rel=1e-12)
+    assert found.search.optimal
+    assert check(found, instance.profile).problems == ()
+
+
+@settings(max_examples=60)
+@given(tight_instances())
+def test_misses_are_the_least_memory_of_their_layouts(case: tuple[Instance, list[Priced]]) -> None:
+    """A miss needs exactly what the leanest stage map of its layout needs, and the nearest comes first."""
+    instance, priced = case
+    tightest = with_memory(instance, max(1, min((one.peak for one in priced), default=2) - 1))
+    found = answer(tightest)
+    assert isinstance(found, Infeasible)
+    for miss in found.nearest:
+        same = [one for one in priced if one.layout == miss.layout.model_copy(update={"recompute": "none"})]
+        assert miss.needed_bytes == min(one.peak for one in same)
+        assert miss.missing_bytes == miss.needed_bytes - memory_of(tightest) > 0
+    misses = [miss.missing_bytes for miss in found.nearest]
+    assert misses == sorted(misses)
+
+
+@settings(max_examples=100)
+@given(instances())
+def test_bounds_are_admissible(instance: Instance) -> None:
+    """No stage map of a layout is faster than the layout's lower bound."""
+    work = workload(instance.profile, instance.cluster, instance.job)
+    priced = price_all(instance.profile, instance.cluster, instance.job)
+    for layout, same in groupby(priced, key=lambda one: one.layout):
+        maps = list(same)
+        assert bounded(work, layout, ("per-layer",)).bound_ticks <= min(one.nanoseconds for one in maps)
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_cost_model_and_validator_agree(data: st.DataObject) -> None:
+    """Two programs written from the same equations give the same nanoseconds and bytes for any stage map."""
+    instance = data.draw(instances())
+    priced = price_all(instance.profile, instance.cluster, instance.job)
+    if not priced:
+        return
+    work = workload(instance.profile, instance.cluster, instance.job)
+    for one in data.draw(st.lists(st.sampled_from(priced), min_size=1, max_size=5)):
+        assert cost_of(work, one.layout, one) == (one.nanoseconds, one.peaks)
+
+
+def cost_of(work: object, layout: Layout, one: Priced) -> tuple[int, tuple[int, ...]]:
+    """The cost model's step and peaks."""
+    costs = layout_costs(work, layout)  # type: ignore[arg-type]
+    schedule = schedule_of(costs)
+    stages = choose(costs, one.stage_map)
+    memory = stage_memory(costs, stages, in_flight_per_stage(schedule))
+    return evaluate(costs, schedule, stages).total_ticks, tuple(row.peak_bytes for row in memory)

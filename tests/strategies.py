@@ -1,0 +1,110 @@
+"""What hypothesis draws for planning: small models, clusters and jobs of every kind that the planner prices.
+
+All costs are whole microseconds and whole bytes; link speeds are primes, so that no rounding stands on its edge.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from hypothesis import strategies as st
+
+from planner.spec.cluster import Cluster
+from planner.spec.job import Job
+from planner.spec.profile import ModelProfile
+from tests.builders import Draft, cluster, job, link, profile
+
+_MODES = (("none",), ("none",), ("none", "full"), ("none", "selective", "full"))
+_MOST_MODE_CHOICES = 32
+_SHAPES = ((1, 1), (2, 1), (2, 2), (3, 1), (4, 1), (4, 2), (6, 2), (8, 1), (8, 2))
+"""(devices, nodes)."""
+
+
+@dataclass(frozen=True)
+class Instance:
+    """What a plan is asked for."""
+
+    profile: ModelProfile
+    cluster: Cluster
+    job: Job
+
+
+def seconds() -> st.SearchStrategy[float]:
+    """Up to 30 microseconds, whole ones."""
+    return st.integers(1, 30).map(lambda value: value * 1e-6)
+
+
+def sizes(most: int = 1000) -> st.SearchStrategy[int]:
+    """Bytes or elements; often nothing."""
+    return st.one_of(st.just(0), st.integers(1, most))
+
+
+@st.composite
+def drafts(draw: st.DrawFn, kind: str, optimizer: float | None) -> Draft:
+    """One kind of layer."""
+    return Draft(
+        kind=kind,
+        forward=draw(seconds()),
+        backward_input=draw(seconds()),
+        backward_weight=draw(seconds()),
+        parameters=draw(sizes()),
+        activation=draw(sizes(5000)),
+        kept=draw(sizes(100)),
+        output=draw(sizes()),
+        temporary=draw(sizes()),
+        optimizer=optimizer,
+        modes=draw(st.sampled_from(_MODES)),
+        recompute=draw(seconds()),
+        exchange=draw(sizes()),
+        flops=draw(st.integers(0, 1000)),
+    )
+
+
+@st.composite
+def models(draw: st.DrawFn, most_layers: int = 8) -> ModelProfile:
+    """A model of a few kinds of layers, some with shared parameters and skips."""
+    optimizer = draw(st.sampled_from((0.0, 3e-6, None)))
+    kinds = [draw(drafts(kind, optimizer)) for kind in "abc"[: draw(st.integers(1, 3))]]
+    layers = [draw(st.sampled_from(kinds)) for _ in range(draw(st.integers(2, most_layers)))]
+    while prod(len(one.modes) for one in layers) > _MOST_MODE_CHOICES:
+        layers.pop()
+    places = st.integers(0, len(layers) - 1)
+    pairs = st.sets(places, min_size=2, max_size=2).map(lambda pair: tuple(sorted(pair)))
+    has_two = len(layers) > 1
+    edges = draw(st.lists(st.tuples(pairs, sizes()), max_size=2)) if has_two else []
+    users = st.sets(places, min_size=2, max_size=3).map(lambda found: tuple(sorted(found)))
+    shared = draw(st.lists(users, max_size=1)) if has_two else []
+    return profile(
+        layers,
+        sizes=draw(st.sampled_from(((1,), (1, 2), (2, 4)))),
+        degrees=draw(st.sampled_from(((1,), (1, 2)))),
+        edges=[(*pair, size) for pair, size in edges],
+        shared=[(one, least) for one in shared if (least := min(layers[user].parameters for user in one))],
+    )
+
+
+@st.composite
+def clusters(draw: st.DrawFn, memory_bytes: int = 10**9) -> Cluster:
+    """Up to eight devices on up to two nodes."""
+    devices, nodes = draw(st.sampled_from(_SHAPES))
+    return cluster(
+        devices,
+        nodes=nodes,
+        intra=link(draw(st.sampled_from((1.0e12 + 39, 1.0e8 + 7))), draw(st.sampled_from((0.0, 1e-6)))),
+        inter=link(draw(st.sampled_from((1.0e10 + 19, 1.0e7 + 19))), draw(st.sampled_from((0.0, 5e-6)))),
+        memory_bytes=memory_bytes,
+        memory_bandwidth_bytes_per_second=1.0e9 + 7,
+        reserved_bytes=1000,
+    )
+
+
+@st.composite
+def instances(draw: st.DrawFn) -> Instance:
+    """A small request; every device has room for everything."""
+    step = job(
+        draw(st.sampled_from((2, 4, 6, 8, 16))),
+        optimizer=draw(st.sampled_from(("sgd", "adam"))),
+        precision=draw(st.sampled_from(("bf16", "bf16-mixed"))),
+    )
+    return Instance(draw(models()), draw(clusters()), step)
