@@ -30,7 +30,7 @@ from planner.spec.plan import Options, SearchReport
 _OPTIMAL_GAP = 1e-6
 _RIVAL_POOL = 4
 """Layouts that are bounded again, for each alternative wanted."""
-_RIVAL_ROUNDS = 3
+_RIVAL_ROUNDS = 1
 """Rounds of the search inside a rival layout: work, not time, so that the answer is always the same."""
 
 
@@ -170,7 +170,7 @@ def rivals(best: Candidate, layouts: Iterable[Open], top: int) -> tuple[Candidat
             searches.append(search)
     searches.sort(key=lambda search: search.bound)
     found = []
-    for search in searches[: top + 2]:
+    for search in searches[:top]:
         search.improve(_RIVAL_ROUNDS)
         if search.best is not None:
             found.append(Candidate(search.costs, search.schedule, *search.best))
