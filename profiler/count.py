@@ -114,9 +114,17 @@ def _elements(source: ModelSource, layer: CutLayer) -> int:
     return sum(parameter.numel() for parameter in parameters.values())
 
 
-def limits_of(source: ModelSource) -> Limits:
-    """What sizes the model takes."""
-    return Limits(source.name, source.input_kind == "tokens", source.longest_sequence, source.tensor_parallel_degrees())
+def check_request(
+    source: ModelSource, sequence_length: int, micro_batch_sizes: tuple[int, ...], degrees: tuple[int, ...]
+) -> None:
+    """Refuse sizes that the model does not take.
+
+    Raises:
+        DocumentError: names the field, the value and what the model takes.
+    """
+    takes_tokens = source.input_kind == "tokens"
+    limits = Limits(source.name, takes_tokens, source.longest_sequence, source.tensor_parallel_degrees())
+    limits.check(sequence_length, micro_batch_sizes, degrees)
 
 
 def count(
@@ -133,7 +141,7 @@ def count(
     Raises:
         DocumentError: a size or degree that the model does not take.
     """
-    limits_of(source).check(sequence_length, (micro_batch_size,), (tensor_parallel_degree,))
+    check_request(source, sequence_length, (micro_batch_size,), (tensor_parallel_degree,))
     counter = Counter(source, dtype)
     size = (micro_batch_size, sequence_length, tensor_parallel_degree)
     return {
@@ -158,7 +166,7 @@ def profile(
         DocumentError: a size or degree that the model does not take.
         UnsupportedError: the model cannot be cut, or not be counted in shards.
     """
-    limits_of(source).check(sequence_length, micro_batch_sizes, tensor_parallel_degrees)
+    check_request(source, sequence_length, micro_batch_sizes, tensor_parallel_degrees)
     counter = Counter(source, dtype)
     sizes = [(size, sequence_length, degree) for degree in tensor_parallel_degrees for size in micro_batch_sizes]
     kinds = list(counter.representatives)
@@ -180,5 +188,5 @@ def profile(
             ((layer.name, layer.kind, layer.modules) for layer in counter.layers), counter.parameters, rows
         ),
         shared_parameters=source.cut().shared_parameters,
-        environment={"torch": torch.__version__},
+        environment={"torch": torch.__version__.partition("+")[0]},
     )

@@ -9,6 +9,9 @@ from typing import Literal
 from planner.errors import DocumentError
 from planner.spec.profile import Collective, CollectiveName, LayerProfile, Measurement, Operation, RecomputeMode
 
+SHORTEST_SEQUENCE = 2
+"""Tokens: the first one has nothing to be predicted from."""
+
 KernelKind = Literal["matmul", "attention", "convolution", "memory"]
 
 

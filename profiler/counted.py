@@ -1,0 +1,105 @@
+"""Counted profiles of catalogue models without torch: stored polynomials, evaluated at the job's sizes.
+
+python -m profiler.counted --write [NAME...]      count with torch and store (after a change of model or counting)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from planner.errors import DocumentError
+from planner.spec.profile import DataType, Measurement, ModelProfile, RecomputeMode, SharedParameters
+from profiler.catalogue import entry
+from profiler.polynomials import evaluate_layer
+from profiler.quantities import LayerCount, Limits, layer_profiles
+
+MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
+STORED_TYPE: dict[DataType, str] = {"fp32": "fp32", "bf16": "bf16", "fp16": "bf16"}
+"""Two bytes are two bytes."""
+
+
+def counted_profile(
+    name: str,
+    *,
+    sequence_length: int,
+    dtype: DataType = "bf16",
+    micro_batch_sizes: tuple[int, ...] = MICRO_BATCH_SIZES,
+    tensor_parallel_degrees: tuple[int, ...] | None = None,
+) -> ModelProfile:
+    """The profile that `profiler.count.profile` would count for a catalogue model, without importing torch.
+
+    Args:
+        name: catalogue name.
+        sequence_length: tokens per sample; 0 for models without a sequence.
+        tensor_parallel_degrees: None: all that the model can be split by.
+
+    Raises:
+        UnknownNameError: no such model in the catalogue.
+        DocumentError: a size or degree that the model does not take.
+    """
+    takes_tokens = entry(name).config is not None
+    data = _stored(name)
+    degrees = tuple(data["tensor_parallel_degrees"] if tensor_parallel_degrees is None else tensor_parallel_degrees)
+    limits = Limits(name, takes_tokens, data["longest_sequence"], tuple(data["tensor_parallel_degrees"]))
+    limits.check(sequence_length, micro_batch_sizes, degrees)
+    sizes = [(size, sequence_length, degree) for degree in degrees for size in micro_batch_sizes]
+    return ModelProfile(
+        model=name,
+        device="counted",
+        dtype=dtype,
+        model_digest=data["model_digest"],
+        tokens_per_sample=data["longest_sequence"],
+        layers=layer_profiles(
+            ((layer, kind, tuple(modules)) for layer, kind, modules in data["layers"]),
+            data["parameters"],
+            {kind: _rows(data, kind, STORED_TYPE[dtype], sizes) for kind in data["parameters"]},
+        ),
+        shared_parameters=tuple(SharedParameters.model_validate(shared) for shared in data["shared_parameters"]),
+        environment={"torch": data["torch"]},
+    )
+
+
+def _rows(data: dict[str, Any], kind: str, dtype: str, sizes: list[tuple[int, int, int]]) -> tuple[Measurement, ...]:
+    modes: tuple[RecomputeMode, ...] = ("none", "full") if kind in data["recomputable"] else ("none",)
+    counts = [(size, _count(data["counts"][f"{dtype} {size[2]} {kind}"], size[:2])) for size in sizes]
+    return tuple(count.measurement(*size, mode) for mode in modes for size, count in counts)
+
+
+def _count(fitted: dict[str, Any], size: tuple[int, int]) -> LayerCount:
+    single = size[0] == 1 and "one" in fitted
+    return evaluate_layer(fitted["one" if single else "several"], size)
+
+
+@cache
+def _stored(name: str) -> dict[str, Any]:
+    path = files("profiler.catalogue").joinpath("counted", f"{name}.json")
+    try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DocumentError(
+            "the catalogue has no counts of this model.",
+            field=name,
+            mend=f"write them: python -m profiler.counted --write {name}",
+        ) from None
+    return data
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Count and store."""
+    parser = argparse.ArgumentParser(prog="python -m profiler.counted", description=main.__doc__)
+    parser.add_argument("--write", nargs="*", metavar="NAME", required=True, help="models; none: the whole catalogue")
+    names = parser.parse_args(arguments).write
+
+    from profiler.counted_write import write_all
+
+    write_all(names, Path(__file__).parent / "catalogue" / "counted")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,98 @@
+"""Count catalogue models with torch, and write the polynomials that `profiler.counted` evaluates without it."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from planner.spec.profile import DataType, Measurement
+from profiler import catalogue
+from profiler.count import Counter
+from profiler.models import ModelSource, load_model
+from profiler.polynomials import Size, evaluate_layer, fit_layer
+from profiler.quantities import LayerCount
+
+COUNTED_TYPES: tuple[DataType, ...] = ("fp32", "bf16")
+"""fp16 has the figures of bf16."""
+SEVERAL_SAMPLES: tuple[Size, ...] = (*product((2, 3), (16, 32, 80)), (5, 23), (4, 2))
+ONE_SAMPLE: tuple[Size, ...] = ((1, 16), (1, 32), (1, 80), (1, 23), (1, 2))
+"""Six (three) sizes determine the polynomials, the others verify them: an odd length, and a very short one."""
+SEVERAL_IMAGES: tuple[Size, ...] = ((2, 0), (3, 0), (7, 0))
+ONE_IMAGE: tuple[Size, ...] = ((1, 0),)
+
+
+def write(name: str, folder: Path) -> Path:
+    """Count one catalogue model and write its file.
+
+    Raises:
+        ArithmeticError: a figure of the model is no polynomial.
+    """
+    path = folder / f"{name}.json"
+    path.write_text(_dump(count_model(load_model(name))), encoding="utf-8")
+    return path
+
+
+def count_model(source: ModelSource) -> dict[str, Any]:
+    """All that `profiler.counted` needs to know of a model."""
+    cut = source.cut()
+    counters = {dtype: Counter(source, dtype) for dtype in COUNTED_TYPES}
+    counter = counters["fp32"]
+    return {
+        "model": source.name,
+        "model_digest": source.digest,
+        "torch": torch.__version__.partition("+")[0],
+        "longest_sequence": source.longest_sequence,
+        "tensor_parallel_degrees": source.tensor_parallel_degrees(),
+        "parameters": counter.parameters,
+        "recomputable": [kind for kind in counter.representatives if "full" in counter.modes(kind)],
+        "shared_parameters": [shared.model_dump(mode="json") for shared in cut.shared_parameters],
+        "layers": [(layer.name, layer.kind, layer.modules) for layer in cut.layers],
+        "counts": {
+            f"{dtype} {degree} {kind}": _fit(counters[dtype], kind, degree)
+            for dtype in COUNTED_TYPES
+            for degree in source.tensor_parallel_degrees()
+            for kind in counter.representatives
+        },
+    }
+
+
+def _fit(counter: Counter, kind: str, degree: int) -> dict[str, Any]:
+    """Polynomials for several samples, and for one where it runs other kernels."""
+    tokens = counter.source.input_kind == "tokens"
+    several, one = (SEVERAL_SAMPLES, ONE_SAMPLE) if tokens else (SEVERAL_IMAGES, ONE_IMAGE)
+    data = {"several": fit_layer({size: counter.count(kind, *size, degree) for size in several})}
+    single = {size: counter.count(kind, *size, degree) for size in one}
+    if any(_row(evaluate_layer(data["several"], size)) != _row(count) for size, count in single.items()):
+        data["one"] = fit_layer(single)
+    return data
+
+
+def _row(count: LayerCount) -> list[Measurement]:
+    return [count.measurement(1, 1, 1, mode) for mode in ("none", "full")]
+
+
+def _dump(data: dict[str, Any]) -> str:
+    """JSON with one line per layer and per count, so that differences can be read."""
+    lines = []
+    for key, value in data.items():
+        if key == "layers":
+            text = "[\n" + ",\n".join(map(_compact, value)) + "\n]"
+        elif key == "counts":
+            text = "{\n" + ",\n".join(f"{_compact(name)}:{_compact(each)}" for name, each in value.items()) + "\n}"
+        else:
+            text = _compact(value)
+        lines.append(f"{_compact(key)}:{text}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def write_all(names: list[str], folder: Path) -> list[Path]:
+    """Write the named models, or all of the catalogue."""
+    return [write(name, folder) for name in names or catalogue.names()]

@@ -1,0 +1,171 @@
+"""Every counted figure is a polynomial in micro-batch size b and sequence length s, found exactly from a few counts.
+
+    p(b, s) = c0 + c1 b + c2 s + c3 b s + c4 s^2 + c5 b s^2                                                         (1)
+
+because kernels work sample by sample (linear in b), and token by token except for attention (at most quadratic in s);
+terms without b are those of weights and of tables that samples share. A maximum over time is no polynomial, so
+`LayerCount` carries its candidates, each of which is one: the greatest is taken after evaluation.
+
+A micro-batch of one sample is special: what is broadcast over the samples needs no sum over them in the backward, so
+other kernels run. It has polynomials of its own, without the terms of b, where they differ.
+
+Coefficients are whole numbers, stored without trailing zeros. Models without a sequence have s = 0: c0 + c1 b is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+from functools import cache
+from typing import Any
+
+from profiler.quantities import Exchange, Kernel, LayerCount
+
+Size = tuple[int, int]
+"""Micro-batch size and sequence length."""
+Polynomial = tuple[int, ...]
+
+SCALARS = (
+    "forward_flops",
+    "backward_input_flops",
+    "backward_weight_flops",
+    "kept_bytes",
+    "input_bytes",
+    "output_bytes",
+    "local_parameters",
+)
+MAXIMA = ("temporaries", "recompute_temporaries")
+KERNEL_FIGURES = ("flops", "bytes", "m", "n", "k")
+
+
+def basis(size: Size) -> tuple[int, ...]:
+    """The six terms of equation (1); the two that are left without a sequence."""
+    b, s = size
+    return (1, b, s, b * s, s * s, b * s * s) if s else (1, b)
+
+
+def evaluate(polynomial: Sequence[int], size: Size) -> int:
+    """Equation (1)."""
+    return sum(coefficient * term for coefficient, term in zip(polynomial, basis(size), strict=False))
+
+
+def fit(values: Mapping[Size, int]) -> Polynomial:
+    """The polynomial through these values. Terms that these sizes cannot tell apart (of b, when all have one sample)
+    are left at zero; the first sizes, as many as there are other terms, determine the rest.
+
+    Raises:
+        ArithmeticError: no polynomial of the form (1) with whole coefficients takes these values.
+    """
+    sizes = tuple(values)
+    terms = _terms(sizes)
+    known = list(values.values())[: len(terms)]
+    found = [0] * len(basis(sizes[0]))
+    for term, row in zip(terms, _inverse(sizes[: len(terms)]), strict=True):
+        exact = sum((c * value for c, value in zip(row, known, strict=True)), Fraction())
+        found[term] = int(exact)
+    if any(evaluate(found, size) != value for size, value in values.items()):
+        raise ArithmeticError(f"no polynomial with whole coefficients takes the values {dict(values)}")
+    while found and found[-1] == 0:
+        found.pop()
+    return tuple(found)
+
+
+def _terms(sizes: tuple[Size, ...]) -> tuple[int, ...]:
+    """Indices of the terms that these sizes tell apart."""
+    every = range(len(basis(sizes[0])))
+    return tuple(every if len({b for b, _ in sizes}) > 1 else every[::2])
+
+
+@cache
+def _inverse(sizes: tuple[Size, ...]) -> tuple[tuple[Fraction, ...], ...]:
+    """Inverse of the matrix of basis vectors, by Gauss-Jordan elimination over the rationals."""
+    terms = _terms(sizes)
+    width = len(terms)
+    rows = [[Fraction(basis(size)[term]) for term in terms] for size in sizes]
+    rows = [row + [Fraction(int(i == j)) for j in range(width)] for i, row in enumerate(rows)]
+    for column in range(width):
+        pivot = next((i for i in range(column, width) if rows[i][column]), None)
+        if pivot is None:
+            raise ArithmeticError(f"the sizes {sizes} do not determine a polynomial")
+        rows[column], rows[pivot] = rows[pivot], rows[column]
+        rows[column] = [value / rows[column][column] for value in rows[column]]
+        for i in range(width):
+            if i != column:
+                rows[i] = [a - rows[i][column] * b for a, b in zip(rows[i], rows[column], strict=True)]
+    return tuple(tuple(row[width:]) for row in rows)
+
+
+def fit_layer(counts: Mapping[Size, LayerCount]) -> dict[str, Any]:
+    """Polynomials of everything in these counts of one layer at several sizes, as plain data.
+
+    Raises:
+        ArithmeticError: something is no polynomial, or the layer runs other kernels at other sizes.
+    """
+    _check_same_shape(counts)
+    columns = {size: _flatten(count) for size, count in counts.items()}
+    names = next(iter(columns.values()))
+    fitted = {name: fit({size: values[name] for size, values in columns.items()}) for name in names}
+    first = next(iter(counts.values()))
+    return {
+        **{name: fitted[name, 0, name] for name in SCALARS},
+        **{name: undominated(fitted[name, i, name] for i in range(len(getattr(first, name)))) for name in MAXIMA},
+        "kernels": [
+            (each.kind, *(fitted["kernels", i, figure] for figure in KERNEL_FIGURES))
+            for i, each in enumerate(first.kernels)
+        ],
+        "exchanges": [
+            (each.phase, each.operation, fitted["exchanges", i, "bytes"]) for i, each in enumerate(first.exchanges)
+        ],
+    }
+
+
+def _flatten(count: LayerCount) -> dict[tuple[str, int, str], int]:
+    """Every number of a count under (field, index, figure)."""
+    numbers = {(name, 0, name): getattr(count, name) for name in SCALARS}
+    for name in MAXIMA:
+        numbers |= {(name, i, name): value for i, value in enumerate(getattr(count, name))}
+    for i, kernel in enumerate(count.kernels):
+        numbers |= {("kernels", i, figure): getattr(kernel, figure) for figure in KERNEL_FIGURES}
+    return numbers | {("exchanges", i, "bytes"): each.bytes for i, each in enumerate(count.exchanges)}
+
+
+def _check_same_shape(counts: Mapping[Size, LayerCount]) -> None:
+    shapes = {
+        (
+            tuple(kernel.kind for kernel in count.kernels),
+            tuple((each.phase, each.operation) for each in count.exchanges),
+            *(len(getattr(count, name)) for name in MAXIMA),
+        )
+        for count in counts.values()
+    }
+    if len(shapes) > 1:
+        raise ArithmeticError(f"the layer runs other operations at other sizes of {list(counts)}")
+
+
+def undominated(polynomials: Iterable[Polynomial]) -> list[Polynomial]:
+    """Those that may be the greatest somewhere: no other has every coefficient at least as great."""
+    distinct = sorted(set(polynomials))
+    return [each for each in distinct if not any(_dominates(other, each) for other in distinct if other != each)]
+
+
+def _dominates(left: Polynomial, right: Polynomial) -> bool:
+    width = max(len(left), len(right))
+    padded = ((*each, *(0,) * (width - len(each))) for each in (left, right))
+    return all(a >= b for a, b in zip(*padded, strict=True))
+
+
+def evaluate_layer(data: Mapping[str, Any], size: Size) -> LayerCount:
+    """The count that `fit_layer`'s data gives at a size."""
+    terms = basis(size)
+
+    def value(polynomial: Sequence[int]) -> int:
+        return sum(coefficient * term for coefficient, term in zip(polynomial, terms, strict=False))
+
+    numbers: dict[str, Any] = {name: value(data[name]) for name in SCALARS}
+    for name in MAXIMA:
+        numbers[name] = tuple(map(value, data[name]))
+    return LayerCount(
+        **numbers,
+        kernels=tuple(Kernel(kind, *map(value, figures)) for kind, *figures in data["kernels"]),
+        exchanges=tuple(Exchange(phase, operation, value(size)) for phase, operation, size in data["exchanges"]),
+    )
