@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from planner.cli.arguments import add_json, add_option, whole_number
-from planner.cli.console import data, to_json, words
+from planner.cli.console import data, to_json
 from planner.cli.failures import DONE
 from planner.errors import RunError
 
@@ -29,7 +29,6 @@ def run(arguments: argparse.Namespace) -> int:
     settings = load_settings(overrides, config=arguments.config)
     if arguments.json:
         data(to_json(settings))
-    words(f"serving on http://{settings.host}:{settings.port}, Ctrl-C ends it")
     from api.serve import serve
 
     try:

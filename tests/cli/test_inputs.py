@@ -1,0 +1,118 @@
+"""Reading questions: constraints and layouts of the command line, and profiles that belong to plans."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.cli.inputs import constraint, fix, read_layout
+from planner.errors import DocumentError, SpecError, UnknownNameError
+from planner.spec import PredictionLayout
+from planner.spec.job import Range, allows
+from tests.cli.support import tiny_job
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("tensor_parallel_degree=8", ("tensor_parallel_degree", 8)),
+        ("tensor_parallel_degree=4,8", ("tensor_parallel_degree", [4, 8])),
+        ("pipeline_parallel_degree=2..8", ("pipeline_parallel_degree", {"min": 2, "max": 8})),
+        ("pipeline_parallel_degree=2..", ("pipeline_parallel_degree", {"min": 2})),
+        ("micro_batch_size=..4", ("micro_batch_size", {"max": 4})),
+        ("schedule=1f1b", ("schedule", "1f1b")),
+        ("schedule=afab,1F1B", ("schedule", ["gpipe", "1f1b"])),
+        ('recompute="full"', ("recompute", "full")),
+        ("recompute=none,full", ("recompute", ["none", "full"])),
+        ("sequence_parallel=true", ("sequence_parallel", True)),
+        (" zero_stage = 1 ", ("zero_stage", 1)),
+    ],
+)
+def test_constraints(text: str, expected: tuple[str, Any]) -> None:
+    """Values, lists and ranges are read in the type and spelling of the layout's field."""
+    assert constraint(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tensor_parallel=8",
+        "tensor_parallel_degree",
+        "tensor_parallel_degree=",
+        "tensor_parallel_degree=0",
+        "tensor_parallel_degree=-2",
+        "tensor_parallel_degree=two",
+        "tensor_parallel_degree=1.5",
+        "tensor_parallel_degree=2,,4",
+        "tensor_parallel_degree=..",
+        "tensor_parallel_degree=a..4",
+        "schedule=1f1b..gpipe",
+        "schedule=2f2b",
+        "recompute=some",
+        "zero_stage=4",
+        "sequence_parallel=2..3",
+    ],
+)
+def test_wrong_constraints_are_refused(text: str) -> None:
+    """An unknown field, a missing value and a value that does not fit the field are all named."""
+    with pytest.raises(SpecError) as caught:
+        constraint(text)
+    assert all(problem.field for problem in caught.value.problems)
+
+
+def test_close_names_are_offered() -> None:
+    """A misspelt field is answered with the right one."""
+    with pytest.raises(UnknownNameError, match="did you mean 'tensor_parallel_degree'"):
+        constraint("tensor_paralel_degree=8")
+
+
+def test_an_empty_range_is_refused() -> None:
+    """A range whose ends are the wrong way round names both."""
+    with pytest.raises(DocumentError, match="min 8 is above max 2"):
+        fix(tiny_job(), ["micro_batch_size=8..2"])
+
+
+@given(st.integers(1, 64), st.integers(0, 64), st.integers(1, 200))
+def test_ranges_allow_what_they_say(low: int, more: int, value: int) -> None:
+    """MIN..MAX allows exactly the numbers from MIN to MAX."""
+    job = fix(tiny_job(), [f"micro_batch_size={low}..{low + more}"])
+    assert allows(job.constraints["micro_batch_size"], value) is (low <= value <= low + more)
+
+
+def test_fix_adds_to_the_jobs_own_constraints() -> None:
+    """Constraints of the job stay; one of the command line wins over the same field."""
+    job = fix(tiny_job(), ["micro_batch_size=1..2", "schedule=gpipe"])
+    job = fix(job, ["micro_batch_size=4"])
+    assert job.constraints == {"micro_batch_size": 4, "schedule": "gpipe"}
+    assert isinstance(fix(job, ["tensor_parallel_degree=..2"]).constraints["tensor_parallel_degree"], Range)
+
+
+def test_layouts_inline_and_in_a_file(tmp_path: Path) -> None:
+    """The same layout is read from a document, from words, and from one word with commas."""
+    path = tmp_path / "layout.yaml"
+    path.write_text("{pipeline_parallel_degree: 2, schedule: gpipe, layers_per_stage: [3, 1]}")
+    expected = PredictionLayout(pipeline_parallel_degree=2, schedule="gpipe", layers_per_stage=(3, 1))
+    fields = ["pipeline_parallel_degree=2", "schedule=gpipe", "layers_per_stage=3,1"]
+    assert read_layout([str(path)]) == read_layout(fields) == read_layout([",".join(fields)]) == expected
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["absent.yaml"],
+        ["pipeline=2"],
+        ["micro_batch_size=0"],
+        ["micro_batch_size=1", "micro_batch_size=2"],
+        ["layers_per_stage=1,x"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_layouts_are_refused(words: list[str]) -> None:
+    """A missing file, an unknown field, a wrong value and a field given twice are all named."""
+    with pytest.raises(SpecError) as caught:
+        read_layout(words)
+    assert all(problem.field for problem in caught.value.problems)
