@@ -35,6 +35,11 @@ class Priced:
     """Bytes, per pipeline rank."""
 
     @property
+    def layers_per_stage(self) -> tuple[int, ...]:
+        """Number of layers of every stage."""
+        return tuple(map(len, self.stage_map))
+
+    @property
     def peak(self) -> int:
         """Bytes of the fullest device."""
         return max(self.peaks)

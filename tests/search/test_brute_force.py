@@ -12,7 +12,7 @@ from planner.cost import TICK_SECONDS, choose, evaluate, layout_costs, schedule_
 from planner.schedule.in_flight import in_flight_per_stage
 from planner.search import plan
 from planner.search.solve import bounded
-from planner.spec import Infeasible, Plan
+from planner.spec import Infeasible, Plan, canonical_json
 from planner.spec.layout import Layout
 from planner.validate import check
 from tests.brute_force import Priced, price_all
@@ -38,15 +38,6 @@ def with_memory(instance: Instance, memory_bytes: int) -> Instance:
     return Instance(instance.profile, smaller, instance.job)
 
 
-def best_steps(priced: list[Priced], memory_bytes: int) -> list[int]:
-    """The fastest step of every layout that fits, best first."""
-    steps = []
-    for _, same in groupby(priced, key=lambda one: one.layout):
-        fitting = [one.nanoseconds for one in same if one.peak <= memory_bytes]
-        steps += [min(fitting)] if fitting else []
-    return sorted(steps)
-
-
 def memory_of(instance: Instance) -> int:
     """Bytes of a device."""
     return instance.cluster.node_groups[0].device.memory_bytes  # type: ignore[union-attr]
@@ -60,20 +51,36 @@ def answer(instance: Instance, **options: int) -> Plan | Infeasible:
 @settings(max_examples=150)
 @given(tight_instances())
 def test_plan_is_the_optimum(case: tuple[Instance, list[Priced]]) -> None:
-    """The plan takes exactly the least time of all that fit, is proven, and the alternatives are the next best layouts;
-    infeasible comes exactly when nothing fits."""
+    """The plan takes exactly the least time of all that fit, and is proven; infeasible exactly when nothing fits."""
     instance, priced = case
-    steps = best_steps(priced, memory_of(instance))
-    found = answer(instance, top=2)
-    if not steps:
+    fitting = [one.nanoseconds for one in priced if one.peak <= memory_of(instance)]
+    found = answer(instance, top=0)
+    if not fitting:
         assert isinstance(found, Infeasible)
         assert found.search is None or found.search.optimal
         return
     assert isinstance(found, Plan)
-    told = [found.prediction.step_seconds, *(one.step_seconds for one in found.alternatives)]
-    assert told == pytest.approx([step * TICK_SECONDS for step in steps[:3]], rel=1e-12)
+    assert found.prediction.step_seconds == pytest.approx(min(fitting) * TICK_SECONDS, rel=1e-12)
     assert found.search.optimal
     assert check(found, instance.profile).problems == ()
+
+
+@settings(max_examples=60)
+@given(tight_instances())
+def test_alternatives_are_real(case: tuple[Instance, list[Priced]]) -> None:
+    """Every alternative is the step and memory of a partition of its own layout that fits, and they come in order."""
+    instance, priced = case
+    found = answer(instance, top=3)
+    if isinstance(found, Infeasible):
+        return
+    plain = [one.layout.model_copy(update={"recompute": "none"}) for one in (found, *found.alternatives)]
+    assert len(set(map(canonical_json, plain))) == len(plain)
+    for layout, one in zip(plain[1:], found.alternatives, strict=True):
+        same = [each for each in priced if each.layout == layout and each.layers_per_stage == one.layers_per_stage]
+        assert (round(one.step_seconds / TICK_SECONDS), one.peak_bytes) in {(e.nanoseconds, e.peak) for e in same}
+        assert one.peak_bytes <= memory_of(instance)
+    steps = [found.prediction.step_seconds, *(one.step_seconds for one in found.alternatives)]
+    assert steps == sorted(steps)
 
 
 @settings(max_examples=60)
