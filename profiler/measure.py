@@ -5,18 +5,19 @@
 
 Layers of one kind are measured once, on the first of them. Of the backward, torch can run the input-gradient part by
 itself (autograd prunes what only the weights need) but not the weight part, so that is the difference to the whole;
-the seconds of recomputation are the difference between the backwards with and without it.
+the seconds of recomputation are the difference between the backwards with and without it. Both differences are taken
+within one run, so that they are not those of a quiet and a busy moment.
 """
 
 from __future__ import annotations
 
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from time import perf_counter
-from typing import Literal
 
 import torch
 
@@ -26,14 +27,15 @@ from planner.spec.profile import DataType
 from profiler import count
 from profiler.links_torchrun import Progress
 from profiler.measure_device import device_spec_beside, find_device, is_in_catalogue, processor_name
-from profiler.measure_journal import Case, Journal, Seconds
-from profiler.measure_layer import PHASES, Bench, BuiltLayer, LayerWorkload, OptimizerWorkload
+from profiler.measure_journal import Case, Figures, Journal
+from profiler.measure_layer import PHASES, RECOMPUTED_BACKWARD, Bench, BuiltLayer, LayerWorkload, OptimizerWorkload
 from profiler.measure_load import Load, available_cores, threads_per_rank
 from profiler.measure_timing import Timing, time_phases
 from profiler.models import ModelSource
 
-MODES: tuple[Literal["none", "full"], ...] = ("none", "full")
-TIME_BUDGET_SECONDS = 40.0
+TIME_BUDGET_SECONDS = 25.0
+TINY_SECONDS = 1e-9
+"""What a phase without work takes at least, so that it can be divided by."""
 
 
 def profile(
@@ -56,7 +58,8 @@ def profile(
         device: ``cpu`` or ``cuda`` (with an index, when there are several GPUs).
         sequence_length: tokens per sample; 0 for models without a sequence.
         micro_batch_sizes: samples per micro-batch to measure.
-        tensor_parallel_degrees: rows of degree 1 are measured; those of higher degrees are counted only.
+        tensor_parallel_degrees: shards are measured without their exchanges, which the cost model prices by the links;
+            with a concurrency above 1, rows of degrees above 1 are counted only.
         dtype: of parameters and activations.
         concurrency: ranks that will share this machine's cores: the others' work runs beside the measurement, every
             rank with `threads_per_rank` threads. 1 on GPUs, which ranks do not share.
@@ -78,6 +81,8 @@ def profile(
             field="time_budget_seconds",
             mend="give a positive number of seconds.",
         )
+    # Shards are measured only where nobody else must run them too: their exchanges keep them from being sent.
+    degrees = {1} | (set(tensor_parallel_degrees) if concurrency == 1 else set())
     known = Journal(journal, _condition(source, device, sequence_length, dtype, concurrency))
     with Load(concurrency) as load:  # first, because its processes take their time to start
         counted = count.profile(
@@ -87,7 +92,7 @@ def profile(
             tensor_parallel_degrees=tuple(tensor_parallel_degrees),
             dtype=dtype,
         )
-        tasks = _tasks(counted)
+        tasks = _tasks(counted, degrees)
         bench = Bench(source, place, dtype, sequence_length)
         _Measuring(bench, load, known, perf_counter() + time_budget_seconds, progress).run(tasks)
         spec = device_spec_beside(place, concurrency, load)
@@ -96,7 +101,7 @@ def profile(
     data = {
         "device": spec.id,
         "device_spec": None if is_in_catalogue(spec) else spec,
-        "layers": tuple(_with_seconds(layer, known) for layer in counted.layers),
+        "layers": _with_seconds(counted.layers, known),
         "environment": counted.environment | _environment(concurrency, [known[task.case] for task in tasks]),
     }
     return counted.model_copy(update=data)
@@ -125,24 +130,30 @@ class _Task:
     case: Case
     index: int
     is_last: bool
+    recompute: bool
+    """Measure the layer with recomputation too."""
 
 
-def _tasks(counted: ModelProfile) -> list[_Task]:
+def _tasks(counted: ModelProfile, degrees: Collection[int]) -> list[_Task]:
     """What is to be measured: kind by kind, so that a layer is built once for all its micro-batch sizes."""
     tasks: list[_Task] = []
-    first_of_kind: dict[str, int] = {}
+    kinds: set[str] = set()
     for index, layer in enumerate(counted.layers):
-        if first_of_kind.setdefault(layer.kind, index) != index:
-            continue
-        is_last = index == len(counted.layers) - 1
-        rows = [row for row in layer.measurements if row.tensor_parallel_degree == 1]
-        cases = [
-            Case(layer.kind, mode, row.micro_batch_size) for mode in MODES for row in rows if row.recompute == mode
-        ]
-        if layer.parameters:
-            cases.append(Case(layer.kind, "optimizer", 0))
-        tasks += [_Task(case, index, is_last) for case in cases]
+        if layer.kind not in kinds:
+            kinds.add(layer.kind)
+            is_last = index == len(counted.layers) - 1
+            recompute = any(row.recompute == "full" for row in layer.measurements)
+            tasks += [_Task(case, index, is_last, recompute) for case in _cases(layer, degrees)]
     return tasks
+
+
+def _cases(layer: LayerProfile, degrees: Collection[int]) -> Iterator[Case]:
+    for degree in degrees:
+        rows = [row for row in layer.measurements if row.tensor_parallel_degree == degree and row.recompute == "none"]
+        for row in rows:
+            yield Case(layer.kind, "layer", row.micro_batch_size, degree)
+        if layer.parameters:
+            yield Case(layer.kind, "optimizer", 0, degree)
 
 
 @dataclass(slots=True)
@@ -154,7 +165,7 @@ class _Measuring:
     known: Journal
     deadline: float
     progress: Progress | None
-    _built: tuple[tuple[int, bool], BuiltLayer] | None = None
+    _built: tuple[tuple[int, int], BuiltLayer, BuiltLayer | None] | None = None
 
     def run(self, tasks: Sequence[_Task]) -> None:
         """Measure every task that the journal does not know."""
@@ -165,77 +176,95 @@ class _Measuring:
                 share = (self.deadline - perf_counter()) / (len(tasks) - done)
                 self.known.add(task.case, self._measure(task, max(0.0, share)))
 
-    def _measure(self, task: _Task, limit_seconds: float) -> Seconds:
+    def _measure(self, task: _Task, limit_seconds: float) -> Figures:
         workload = self._workload(task)
         self.load.beside(workload)
         timing = time_phases(workload.run, self.bench.device, limit_seconds=limit_seconds)
-        return _named(task, timing)
+        if isinstance(workload, OptimizerWorkload):
+            return {"optimizer": timing.median(), "spread": timing.spread}
+        unfused = self.bench.unfused_bytes(task.index, task.case.tensor_parallel_degree, workload)
+        return {**_layer_seconds(task, timing), "unfused_bytes": unfused}
 
     def _workload(self, task: _Task) -> LayerWorkload | OptimizerWorkload:
-        recompute = task.case.work == "full"
-        layer = self._layer(task.index, recompute)
+        layer, recomputed = self._layers(task)
         if task.case.work == "optimizer":
             return self.bench.optimizer(layer)
-        return self.bench.workload(task.index, layer, task.case.micro_batch_size, split_backward=not recompute)
+        return self.bench.workload(task.index, task.case.micro_batch_size, layer, recomputed)
 
-    def _layer(self, index: int, recompute: bool) -> BuiltLayer:
-        if self._built is None or self._built[0] != (index, recompute):
-            self._built = None  # Let go of the last one before the next one takes memory.
-            self._built = ((index, recompute), self.bench.build(index, recompute=recompute))
-        return self._built[1]
+    def _layers(self, task: _Task) -> tuple[BuiltLayer, BuiltLayer | None]:
+        """The task's layer, plain and with recomputation; kept for the tasks that follow."""
+        key = (task.index, task.case.tensor_parallel_degree)
+        if self._built is None or self._built[0] != key:
+            self._built = None  # let go of the last one before the next one takes memory
+            plain = self.bench.build(*key)
+            self._built = (key, plain, self.bench.build(*key, recompute=True) if task.recompute else None)
+        return self._built[1:]
 
 
 def _describe(case: Case) -> str:
-    if case.work == "optimizer":
-        return f"{case.kind}: optimizer step"
-    recompute = ", recomputed" if case.work == "full" else ""
-    return f"{case.kind}: micro-batch of {case.micro_batch_size}{recompute}"
+    degree = f", tensor-parallel by {case.tensor_parallel_degree}" if case.tensor_parallel_degree > 1 else ""
+    work = "optimizer step" if case.work == "optimizer" else f"micro-batch of {case.micro_batch_size}"
+    return f"{case.kind}: {work}{degree}"
 
 
-def _named(task: _Task, timing: Timing) -> Seconds:
-    """The phases of a run, by the names that the journal keeps."""
-    if task.case.work == "optimizer":
-        return {"optimizer": timing.seconds[0], "spread": timing.spread}
-    phases = dict(zip(PHASES, timing.seconds, strict=True))
-    # The loss comes after the last layer and belongs to it; what comes after other layers belongs to the stage.
-    loss, overhead = (phases["after"], 0.0) if task.is_last else (0.0, phases["after"])
-    return {
-        "forward": phases["layer"] + loss,
-        "backward_input": phases["backward_input"] if task.index > 0 else 0.0,
-        "backward": phases["backward"],
-        "overhead": phases["before"] + overhead,
+def _layer_seconds(task: _Task, timing: Timing) -> Figures:
+    """From the phases of `LayerWorkload` to the parts that a profile knows."""
+    before, layer, after, backward_input, backward = range(len(PHASES))
+    total = timing.median(itemgetter(backward))
+    input_share = timing.median(lambda sample: sample[backward_input] / max(sample[backward], TINY_SECONDS))
+    seconds = {
+        # The loss comes after the last layer and belongs to it; what comes after other layers belongs to the stage.
+        "forward": timing.median(lambda sample: sample[layer] + task.is_last * sample[after]),
+        "backward_input": total * min(1.0, input_share) if task.index > 0 else 0.0,
+        "backward": total,
+        "overhead": timing.median(lambda sample: sample[before] + (not task.is_last) * sample[after]),
         "spread": timing.spread,
     }
+    if task.recompute:
+        extra = timing.median(lambda sample: sample[RECOMPUTED_BACKWARD] - sample[backward])
+        seconds["recompute"] = max(0.0, extra)
+    return seconds
 
 
-def _with_seconds(layer: LayerProfile, known: Journal) -> LayerProfile:
-    """The layer with seconds in the rows that were measured."""
-    rows = tuple(_measured(row, layer, known) for row in layer.measurements)
-    return layer.model_copy(update={"measurements": rows})
+def _with_seconds(layers: Sequence[LayerProfile], known: Journal) -> tuple[LayerProfile, ...]:
+    """The layers with seconds in the rows that were measured; layers of one kind share their rows."""
+    rows: dict[str, tuple[Measurement, ...]] = {}
+    for layer in layers:
+        if layer.kind not in rows:
+            rows[layer.kind] = tuple(_measured(row, layer, known) for row in layer.measurements)
+    return tuple(layer.model_copy(update={"measurements": rows[layer.kind]}) for layer in layers)
 
 
 def _measured(row: Measurement, layer: LayerProfile, known: Journal) -> Measurement:
-    case = Case(layer.kind, row.recompute, row.micro_batch_size)
-    if row.tensor_parallel_degree > 1 or case not in known:
+    case = Case(layer.kind, "layer", row.micro_batch_size, row.tensor_parallel_degree)
+    if case not in known or row.recompute == "selective":
         return row
-    plain, mode = known[Case(layer.kind, "none", row.micro_batch_size)], known[case]
-    backward_input = min(plain["backward_input"], plain["backward"]) if layer.parameters else plain["backward"]
-    seconds = {
-        "forward_seconds": mode["forward"],
+    figures = known[case]
+    optimizer = Case(layer.kind, "optimizer", 0, row.tensor_parallel_degree)
+    # Without weights, all of the backward is the input's.
+    backward_input = figures["backward_input"] if layer.parameters else figures["backward"]
+    unfused = int(figures["unfused_bytes"])
+    kept, temporary = (0, unfused) if row.recompute == "full" else (unfused, 0)
+    data = {
+        # Recomputed layers run the same kernels forward.
+        "forward_seconds": figures["forward"],
         "backward_input_seconds": backward_input,
-        "backward_weight_seconds": plain["backward"] - backward_input,
-        "recompute_seconds": max(0.0, mode["backward"] - plain["backward"]),
-        "optimizer_seconds": known[Case(layer.kind, "optimizer", 0)]["optimizer"] if layer.parameters else 0.0,
+        "backward_weight_seconds": figures["backward"] - backward_input,
+        "recompute_seconds": figures["recompute"] if row.recompute == "full" else 0.0,
+        "optimizer_seconds": known[optimizer]["optimizer"] if layer.parameters else 0.0,
+        "activation_bytes": row.activation_bytes + kept,
+        "temporary_bytes": row.temporary_bytes + temporary,
+        "source": "measured",
     }
-    return row.model_copy(update={**seconds, "source": "measured"})
+    return row.model_copy(update=data)
 
 
-def _environment(concurrency: int, measured: Sequence[Seconds]) -> dict[str, str]:
+def _environment(concurrency: int, measured: Sequence[Figures]) -> dict[str, str]:
     """The conditions of the measurement, and how far it can be trusted."""
-    spreads = [seconds["spread"] for seconds in measured]
-    overheads = [seconds["overhead"] for seconds in measured if "overhead" in seconds]
+    spreads = [figures["spread"] for figures in measured]
+    overheads = [figures["overhead"] for figures in measured if "overhead" in figures]
     return {
-        "torch": torch.__version__,
+        "torch": torch.__version__.partition("+")[0],
         "python": platform.python_version(),
         "processor": processor_name(),
         "cores": str(available_cores()),

@@ -17,7 +17,7 @@ from planner.errors import SpecError, UnsupportedError
 from planner.spec import DeviceSpec
 from planner.spec.devices import catalogue
 from planner.spec.profile import DataType
-from profiler.measure_layer import TORCH_TYPES
+from profiler.count import TORCH_TYPES
 from profiler.measure_load import Load
 from profiler.measure_memory import available_memory_bytes, bare_worker_bytes
 from profiler.measure_timing import Mark, time_phases
@@ -161,7 +161,7 @@ def _multiplies(place: torch.device, dtype: DataType) -> bool:
 
 def _seconds(workload: Matmul | Copy | SmallKernels, place: torch.device, load: Load) -> float:
     load.beside(workload)
-    return time_phases(workload.run, place, limit_seconds=LIMIT_SECONDS).seconds[0]
+    return time_phases(workload.run, place, limit_seconds=LIMIT_SECONDS).median()
 
 
 @dataclass(slots=True)

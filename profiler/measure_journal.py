@@ -11,22 +11,22 @@ from pathlib import Path
 from typing import Literal
 
 from planner.errors import DocumentError
-from planner.spec.profile import RecomputeMode
 
 logger = logging.getLogger(__name__)
 
-Seconds = Mapping[str, float]
-"""Phase -> seconds; ``spread`` is a fraction."""
+Figures = Mapping[str, float]
+"""What was measured of a case, by name: seconds, but ``spread`` is a fraction and ``unfused_bytes`` are bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One thing to measure. Optimizer cases have no micro-batch: their size is 0."""
+    """One thing to measure."""
 
     kind: str
-    work: RecomputeMode | Literal["optimizer"]
-    """Forward and backward in this recompute mode, or the optimizer's step."""
+    work: Literal["layer", "optimizer"]
+    """Forward and backward of one micro-batch, or the optimizer's step, which has no micro-batch: its size is 0."""
     micro_batch_size: int
+    tensor_parallel_degree: int = 1
 
 
 class Journal:
@@ -48,15 +48,15 @@ class Journal:
     def __contains__(self, case: Case) -> bool:
         return case in self._cases
 
-    def __getitem__(self, case: Case) -> Seconds:
+    def __getitem__(self, case: Case) -> Figures:
         return self._cases[case]
 
-    def add(self, case: Case, seconds: Seconds) -> None:
+    def add(self, case: Case, figures: Figures) -> None:
         """Keep a measured case, on disk before this returns."""
-        self._cases[case] = seconds
+        self._cases[case] = figures
         if self._path is None:
             return
-        line = json.dumps({"condition": self._condition, "case": asdict(case), "seconds": dict(seconds)})
+        line = json.dumps({"condition": self._condition, "case": asdict(case), "figures": dict(figures)})
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 # A line cut off by a crash must not spoil this one.
@@ -64,7 +64,7 @@ class Journal:
         except OSError as error:
             raise self._unusable(error) from None
 
-    def _read(self) -> Iterator[tuple[Case, Seconds]]:
+    def _read(self) -> Iterator[tuple[Case, Figures]]:
         assert self._path is not None
         try:
             lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -74,12 +74,12 @@ class Journal:
             if line.strip():
                 yield from self._read_line(number, line)
 
-    def _read_line(self, number: int, line: str) -> Iterator[tuple[Case, Seconds]]:
+    def _read_line(self, number: int, line: str) -> Iterator[tuple[Case, Figures]]:
         try:
             data = json.loads(line)
-            case, seconds = Case(**data["case"]), {name: float(value) for name, value in data["seconds"].items()}
-            if not all(math.isfinite(value) and value >= 0 for value in seconds.values()):
-                raise ValueError("not all seconds are positive numbers")
+            case, figures = Case(**data["case"]), {name: float(value) for name, value in data["figures"].items()}
+            if not all(math.isfinite(value) and value >= 0 for value in figures.values()):
+                raise ValueError("not all figures are numbers from 0 on")
             hash(case)
             condition = data["condition"]
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -88,7 +88,7 @@ class Journal:
             )
             return
         if condition == self._condition:
-            yield case, seconds
+            yield case, figures
 
     def _ends_a_line(self) -> bool:
         assert self._path is not None

@@ -1,7 +1,7 @@
 """One layer of a model as a piece of real work: real tensors, one micro-batch, forward, loss and backward.
 
-    inputs -> [what the stage does before] -> [layer] -> [what it does after] -> loss (head only) -> backward
-           0                               1         2                                             3
+    inputs -> [what the stage does before] -> [layer] -> [what it does after] -> loss (last layer only) -> backward
+           0                               1         2                                                   3
 
 The layer is run inside a stage that holds nothing else, because only the model's own code knows what a block is
 called with. Forward time is taken at the layer's borders [1, 2] by hooks, so that what a stage does once per
@@ -11,7 +11,7 @@ micro-batch (masks, positions) is not counted in every layer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,15 +20,21 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from planner.spec.profile import DataType
+from profiler.count import TORCH_TYPES
 from profiler.measure_timing import Mark
 from profiler.models import ModelSource
+from profiler.shard import shard
+from profiler.tensor_parallel import plan, split_modules
+from profiler.transformer_cut import meta_friendly
+from profiler.watch import FusedAttention, saved_tensors
 
-TORCH_TYPES: dict[DataType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 INITIAL_SCALE = 0.02
 """Standard deviation of the weights: the values do not matter to dense kernels, as long as none is subnormal."""
 
 PHASES = ("before", "layer", "after", "backward_input", "backward")
-"""What `LayerWorkload.run` marks."""
+"""What `LayerWorkload.run` marks; with recomputation, three phases of a forward and one of a backward follow."""
+RECOMPUTED_BACKWARD = 8
+"""Index of that backward."""
 
 
 @contextmanager
@@ -113,23 +119,52 @@ class LayerWorkload:
     """For the last layer: what its logits are compared with; their shape without the last dimension."""
     is_first: bool
     """The inputs are data: no gradient of them is wanted."""
-    split_backward: bool
-    """Run the input-gradient backward by itself too. Not with recomputation, which it would do twice."""
+    recomputed: BuiltLayer | None = None
+    """The same layer with recomputation, run in turns, so that both meet the same disturbances."""
 
     def run(self, mark: Mark) -> None:
         """Do the work once, marking the phases of `PHASES`; a backward that is not there is an empty phase."""
-        inputs = self.inputs if self.is_first else self.inputs.detach().requires_grad_()
         mark()
-        output = self.layer(inputs, mark)
+        inputs, output = self._forward(self.layer, mark)
+        if inputs.requires_grad:
+            torch.autograd.grad(output, inputs, self.gradient, retain_graph=True)
+        mark()
+        self._backward(output, mark)
+        if self.recomputed is not None:
+            _, output = self._forward(self.recomputed, mark)
+            self._backward(output, mark)
+
+    def kept_bytes(self) -> int:
+        """Bytes of all storages that autograd keeps after the forward, each once; parameters are not among them."""
+        storages: dict[int, int] = {}
+
+        def see(tensor: Tensor) -> None:
+            storage = tensor.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+
+        with saved_tensors(see):
+            self._forward(self.layer, _ignore)
+        for tensor in (*self.layer.stage.parameters(), *self.layer.stage.buffers()):
+            storages.pop(tensor.untyped_storage()._cdata, None)
+        return sum(storages.values())
+
+    def _forward(self, layer: BuiltLayer, mark: Mark) -> tuple[Tensor, Tensor]:
+        """Fresh leaf, as a stage's receive buffer is; and output, or loss of the last layer."""
+        inputs = self.inputs if self.is_first else self.inputs.detach().requires_grad_()
+        output = layer(inputs, mark)
         if self.classes is not None:
             output = cross_entropy(output.flatten(0, -2).float(), self.classes.flatten())
         mark()
-        if self.split_backward and inputs.requires_grad:
-            torch.autograd.grad(output, inputs, self.gradient, retain_graph=True)
-        mark()
+        return inputs, output
+
+    def _backward(self, output: Tensor, mark: Mark) -> None:
         if output.requires_grad:
             torch.autograd.backward(output, self.gradient)
         mark()
+
+
+def _ignore() -> None:
+    """A mark of work that is not timed."""
 
 
 @dataclass(slots=True)
@@ -165,19 +200,23 @@ class Bench:
     """Of parameters and activations; token ids stay integers."""
     sequence_length: int
     """Tokens per sample; not used by models without a sequence."""
-    _outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict, init=False, repr=False)
+    _outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict, repr=False)
 
-    def build(self, index: int, *, recompute: bool) -> BuiltLayer:
-        """Layer `index` with random weights; nothing else of the model takes memory."""
+    def build(self, index: int, degree: int = 1, *, recompute: bool = False) -> BuiltLayer:
+        """Layer `index` with random weights, or one rank's shard of it; nothing else of the model takes memory."""
         with _parameters_on_meta():
             model = self.source.build()
         chosen = frozenset({index}) if recompute else frozenset[int]()
         stage = self.source.cut(model).stage(model, index, index + 1, recompute=chosen)
+        if degree > 1:
+            shard(stage, split_modules(stage, plan(self.source)), degree)
         _fill(stage, self.device, TORCH_TYPES[self.dtype])
         return BuiltLayer(stage, self.source.cut().layers[index].modules)
 
-    def workload(self, index: int, layer: BuiltLayer, micro_batch_size: int, *, split_backward: bool) -> LayerWorkload:
-        """The work of layer `index`, built as `layer`, on one micro-batch of so many samples."""
+    def workload(
+        self, index: int, micro_batch_size: int, layer: BuiltLayer, recomputed: BuiltLayer | None = None
+    ) -> LayerWorkload:
+        """The work of layer `index`, as built, on one micro-batch of so many samples."""
         outputs = self._outputs_of(micro_batch_size)
         is_first, is_last = index == 0, index == len(outputs) - 1
         shape = outputs[index].shape
@@ -185,19 +224,33 @@ class Bench:
             inputs = self.source.example_inputs(micro_batch_size, self.sequence_length, self.device)[0]
         else:
             inputs = torch.randn(outputs[index - 1].shape, device=self.device)
-        typed = TORCH_TYPES[self.dtype]
+        dtype = TORCH_TYPES[self.dtype]
         return LayerWorkload(
             layer=layer,
-            inputs=inputs.to(typed) if inputs.is_floating_point() else inputs,
-            gradient=None if is_last else torch.randn(shape, device=self.device).to(typed),
+            inputs=inputs.to(dtype) if inputs.is_floating_point() else inputs,
+            gradient=None if is_last else torch.randn(shape, device=self.device).to(dtype),
             classes=torch.randint(shape[-1], shape[:-1], device=self.device) if is_last else None,
             is_first=is_first,
-            split_backward=split_backward,
+            recomputed=recomputed,
         )
 
     def optimizer(self, layer: BuiltLayer) -> OptimizerWorkload:
         """The optimizer's step over the parameters of a layer."""
         return OptimizerWorkload(tuple(tuple(each.shape) for each in layer.stage.parameters()), self.device)
+
+    def unfused_bytes(self, index: int, degree: int, workload: LayerWorkload) -> int:
+        """Bytes that the layer keeps for its backward on this device beyond what the fused kernels keep.
+
+        Rows are counted with the attention kernels of CUDA devices; on a CPU, attention with dropout keeps its
+        probabilities too.
+        """
+        if self.device.type != "cpu":
+            return 0
+        meta = Bench(self.source, torch.device("meta"), self.dtype, self.sequence_length, self._outputs)
+        layer = meta.build(index, degree)
+        with FusedAttention(), meta_friendly() if hasattr(layer.stage, "config") else nullcontext():
+            fused = meta.workload(index, workload.inputs.shape[0], layer).kept_bytes()
+        return max(0, workload.kept_bytes() - fused)
 
     def _outputs_of(self, micro_batch_size: int) -> tuple[Tensor, ...]:
         if micro_batch_size not in self._outputs:

@@ -23,7 +23,10 @@ Run = Callable[[Mark], None]
 MOST_WARM_UP_RUNS = 4
 WARM_CHANGE = 0.1
 """A run that is not faster than the one before by more than this share is warm."""
-FEWEST_SAMPLES = 3
+FEWEST_SAMPLES = 2
+"""When the time is used up."""
+STEADY_SAMPLES = 3
+"""Before samples may be called steady."""
 MOST_SAMPLES = 30
 STEADY = 0.02
 """Enough samples: the standard error of the median's estimate is below this share of the median."""
@@ -33,17 +36,26 @@ ERROR_OF_MEDIAN = 1.2533 / 1.349
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of each phase of a run."""
+    """Samples of a run; each holds the seconds of every phase."""
 
-    seconds: tuple[float, ...]
-    """Median of each phase."""
-    spread: float
-    """Interquartile range over median, of the whole run."""
-    samples: int
+    samples: tuple[tuple[float, ...], ...]
+
+    def median(self, of: Callable[[tuple[float, ...]], float] = sum) -> float:
+        """Median over the samples of a figure of one sample.
+
+        A difference or ratio of two phases is taken within each sample: what disturbs one of them for longer than a
+        run disturbs the other too.
+        """
+        return statistics.median(of(sample) for sample in self.samples)
+
+    @property
+    def spread(self) -> float:
+        """Interquartile range over median, of the whole run."""
+        return _spread([sum(sample) for sample in self.samples])
 
 
 def time_phases(run: Run, device: torch.device, *, limit_seconds: float) -> Timing:
-    """Median seconds of the phases of a run.
+    """Sample the seconds of the phases of a run.
 
     Args:
         run: marks its phases; must do the same work each time.
@@ -56,11 +68,7 @@ def time_phases(run: Run, device: torch.device, *, limit_seconds: float) -> Timi
     samples: list[tuple[float, ...]] = []
     while len(samples) < FEWEST_SAMPLES or not (_is_enough(samples) or perf_counter() > deadline):
         samples.append(_sample(run, device))
-    return Timing(
-        seconds=tuple(statistics.median(phase) for phase in zip(*samples, strict=True)),
-        spread=_spread([sum(sample) for sample in samples]),
-        samples=len(samples),
-    )
+    return Timing(tuple(samples))
 
 
 def _warm_up(run: Run, device: torch.device, deadline: float) -> None:
@@ -102,8 +110,8 @@ def _differences(times: Sequence[float]) -> tuple[float, ...]:
 
 
 def _is_enough(samples: Sequence[tuple[float, ...]]) -> bool:
-    if len(samples) >= MOST_SAMPLES:
-        return True
+    if not STEADY_SAMPLES <= len(samples) < MOST_SAMPLES:
+        return len(samples) >= MOST_SAMPLES
     spread = _spread([sum(sample) for sample in samples])
     return ERROR_OF_MEDIAN * spread / math.sqrt(len(samples)) < STEADY
 

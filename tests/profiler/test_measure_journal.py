@@ -11,7 +11,7 @@ from planner.errors import DocumentError
 from profiler.measure_journal import Case, Journal
 
 CONDITION = {"digest": "abc", "sequence_length": 16}
-BLOCK = Case("block", "none", 2)
+BLOCK = Case("block", "layer", 2)
 SECONDS = {"forward": 0.5, "backward": 1.0}
 
 
@@ -21,7 +21,7 @@ def test_cases_come_back(tmp_path: Path) -> None:
     Journal(path, CONDITION).add(BLOCK, SECONDS)
     again = Journal(path, CONDITION)
     assert again[BLOCK] == SECONDS
-    assert Case("block", "full", 2) not in again
+    assert Case("block", "layer", 4) not in again
 
 
 def test_other_conditions_are_not_mixed(tmp_path: Path) -> None:
@@ -49,10 +49,10 @@ def test_the_latest_line_wins(tmp_path: Path) -> None:
         "not json",
         "[]",
         '{"case": {}}',
-        '{"condition": {}, "case": {"kind": [], "work": "none", "micro_batch_size": 1}, "seconds": {"forward": 1}}',
-        '{"condition": {}, "case": {"kind": "a", "work": "none", "micro_batch_size": 1}, "seconds": {"forward": -1}}',
-        '{"condition": {}, "case": {"kind": "a", "work": "none", "micro_batch_size": 1}, "seconds": {"forward": NaN}}',
-        '{"condition": {}, "case": {"kind": "a", "work": "none", "micro_batch_size": 1}, "seconds": {"forward": [1]}}',
+        '{"condition": {}, "case": {"kind": [], "work": "layer", "micro_batch_size": 1}, "figures": {"forward": 1}}',
+        '{"condition": {}, "case": {"kind": "a", "work": "layer", "micro_batch_size": 1}, "figures": {"forward": -1}}',
+        '{"condition": {}, "case": {"kind": "a", "work": "layer", "micro_batch_size": 1}, "figures": {"forward": NaN}}',
+        '{"condition": {}, "case": {"kind": "a", "work": "layer", "micro_batch_size": 1}, "figures": {"forward": [1]}}',
     ],
 )
 def test_broken_lines_are_told_and_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture, line: str) -> None:
