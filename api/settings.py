@@ -51,6 +51,8 @@ class Settings(BaseModel):
     """Address space of one solver process; one that needs more fails alone, and the machine goes on."""
     concurrency: int = Field(default_factory=usable_cores, ge=1)
     """Solver processes at the same time."""
+    spare_solvers: int = Field(default=1, ge=0)
+    """Idle solver processes kept ready, so that a request need not wait for their imports."""
     queue_length: int = Field(default=32, ge=0)
     """Solves that may wait for a process; more are answered 429."""
     default_wait_seconds: float = Field(default=5.0, ge=0)

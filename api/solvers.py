@@ -59,7 +59,7 @@ class Solvers:
         self._threads = ThreadPoolExecutor(settings.concurrency, thread_name_prefix="solver")
         self._admitted: set[Ticket] = set()
         self._lock = threading.Lock()
-        self._spare: SolverProcess | None = None
+        self._spares: list[SolverProcess] = []
         self._stopping = False
         self.running = 0
 
@@ -114,17 +114,17 @@ class Solvers:
             self._admitted.discard(ticket)
 
     def warm_up(self) -> None:
-        """Have one process ready, so that the next task need not wait for its imports."""
+        """Have processes ready, so that the next tasks need not wait for their imports."""
         with self._lock:
-            if self._spare is None and not self._stopping:
-                self._spare = SolverProcess(self._work, self._settings.max_solver_bytes)
+            while len(self._spares) < self._settings.spare_solvers and not self._stopping:
+                self._spares.append(SolverProcess(self._work, self._settings.max_solver_bytes))
 
     async def stop(self) -> None:
         """Kill every process and wait for its thread; waiting tasks give up."""
         with self._lock:
             self._stopping = True
-            spare, self._spare = self._spare, None
-        if spare is not None:
+            spares, self._spares = self._spares, []
+        for spare in spares:
             spare.close()
         for ticket in tuple(self._admitted):
             ticket.cancel()
@@ -158,7 +158,7 @@ class Solvers:
 
     def _process(self) -> SolverProcess:
         with self._lock:
-            spare, self._spare = self._spare, None
+            spare = self._spares.pop() if self._spares else None
         if spare is not None and spare.alive:
             return spare
         if spare is not None:

@@ -25,7 +25,8 @@ SettingsOf = Callable[..., Settings]
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """One service for all mistakes that need no settings of their own: none of them may break it."""
     directory = tmp_path_factory.mktemp("errors")
-    with running(Settings(port=0, database=directory / "planner.db"), Instant(directory / "journal")) as live:
+    settings = Settings(port=0, database=directory / "planner.db", spare_solvers=0)
+    with running(settings, Instant(directory / "journal")) as live:
         yield live
 
 

@@ -1,0 +1,74 @@
+"""Settings: where they come from, who wins, and what a wrong one says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from api.settings import Settings, load_settings
+from planner.errors import DocumentError
+
+
+def test_nothing_given_is_the_defaults() -> None:
+    """No source, no change."""
+    assert load_settings(environment={}) == Settings()
+
+
+def test_command_line_over_environment_over_file(tmp_path: Path) -> None:
+    """Each source wins over the one before; None on the command line is not given."""
+    config = tmp_path / "planner.toml"
+    config.write_text('host = "file"\nport = 1\nqueue_length = 1\nconcurrency = 1\n')
+    environment = {"PLANNER_HOST": "environment", "PLANNER_PORT": "2", "PLANNER_QUEUE_LENGTH": "2"}
+    settings = load_settings({"port": 3, "host": None}, config=config, environment=environment)
+    assert (settings.port, settings.host) == (3, "environment")
+    assert (settings.queue_length, settings.concurrency) == (2, 1)
+
+
+def test_every_setting_is_a_variable() -> None:
+    """Each field can be set from the environment."""
+    defaults = Settings()
+    environment = {f"PLANNER_{name.upper()}": str(getattr(defaults, name)) for name in Settings.model_fields}
+    assert load_settings(environment=environment) == defaults
+    assert load_settings(environment={"PLANNER_DATABASE": "/data/x.db"}).database == Path("/data/x.db")
+
+
+def test_other_variables_are_not_ours() -> None:
+    """The command line and Kubernetes use the prefix too."""
+    environment = {"PLANNER_DEBUG": "1", "PLANNER_SERVICE_HOST": "10.0.0.1"}
+    assert load_settings(environment=environment) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"PLANNER_PORT": "http"}, "PLANNER_PORT"),
+        ({"PLANNER_PORT": "70000"}, "at most 65535"),
+        ({"PLANNER_CONCURRENCY": "0"}, "at least 1"),
+        ({"PLANNER_PORT": "tcp://10.0.0.1:8000"}, "enableServiceLinks"),
+    ],
+)
+def test_a_wrong_variable_is_named(environment: dict[str, str], words: str) -> None:
+    """The error names the variable, not only the field, and says what to write."""
+    with pytest.raises(DocumentError) as caught:
+        load_settings(environment=environment)
+    assert words in str(caught.value)
+    assert caught.value.problems[0].field in environment
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("prot = 1", "port"), ("port = ", "TOML"), ("port = -1", "planner.toml: port")]
+)
+def test_a_wrong_file_is_named(tmp_path: Path, text: str, words: str) -> None:
+    """The error names the file."""
+    config = tmp_path / "planner.toml"
+    config.write_text(text)
+    with pytest.raises(DocumentError, match=words) as caught:
+        load_settings(config=config, environment={})
+    assert str(config) in caught.value.problems[0].field
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    """A config file that was asked for must be there."""
+    with pytest.raises(DocumentError, match="No such file"):
+        load_settings(config=tmp_path / "none.toml", environment={})

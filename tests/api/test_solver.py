@@ -1,0 +1,56 @@
+"""Solver processes: they end with their service, however it ends."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from api.settings import Settings
+from tests.api.documents import plan_body
+from tests.api.fakes import Instant
+from tests.api.live import running, until
+from tests.api.test_jobs import is_alive
+
+PARENT = """
+import sys, time
+from pathlib import Path
+from api.solver import SolverProcess
+from tests.api.fakes import Instant
+
+if __name__ == "__main__":
+    process = SolverProcess(Instant(Path("unused")), 1 << 33)
+    print(process._process.pid, flush=True)
+    time.sleep(600)
+"""
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_killed_service_leaves_no_solver(tmp_path: Path) -> None:
+    """A solver whose service was killed, not stopped, ends by itself."""
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout is not None
+        solver = int(parent.stdout.readline())
+        assert is_alive(solver)
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+    until(lambda: not is_alive(solver))
+
+
+def test_a_dead_spare_is_replaced(settings_of: Callable[..., Settings], journal: Path) -> None:
+    """When the system killed an idle solver, the next task gets a new one."""
+    with running(settings_of(spare_solvers=1), Instant(journal)) as live:
+        (spare,) = multiprocessing.active_children()
+        spare.kill()
+        spare.join()
+        assert live.plan(plan_body()).status_code == 200
+        until(multiprocessing.active_children)
+        assert spare.pid not in [child.pid for child in multiprocessing.active_children()]
+    assert multiprocessing.active_children() == []
