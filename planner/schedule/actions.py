@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Self
+from typing import NamedTuple, Self
 
 from planner.errors import ScheduleError
 
@@ -27,9 +27,8 @@ class ActionKind(StrEnum):
     """Gradient of the stage's parameters, which nobody waits for."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Action:
-    """One stage computing one micro-batch."""
+class Action(NamedTuple):
+    """One stage computing one micro-batch. A named tuple, because large schedules hold a million of them."""
 
     stage: int
     kind: ActionKind
@@ -72,6 +71,13 @@ class Schedule:
     """Pipeline rank of each stage."""
     actions: tuple[tuple[Action, ...], ...]
     """Per rank, in the order in which the rank runs them."""
+    replica_ranks: tuple[int, ...] = ()
+    """Pipeline rank of each stage's second copy, which runs the later half of the micro-batches; empty: no copies."""
+    paired: frozenset[Action] = frozenset()
+    """Actions that overlap with the action just before them on their rank: a forward and a backward side by side."""
+    recompute_stop: int | None = None
+    """Micro-batches below it run their forward again while the rank waits for the gradient, as in torchgpipe, and the
+    others not at all; None: whatever is recomputed is recomputed inside the backward."""
 
     def __hash__(self) -> int:
         # Equal schedules agree in these, and hashing every action would cost more than simulating them.
@@ -87,9 +93,15 @@ class Schedule:
         """What every stage runs forward and backward once: micro-batches, or sequence chunks of them."""
         return self.micro_batches * self.sequence_chunks
 
+    def owner(self, stage: int, unit: int) -> int:
+        """Pipeline rank that runs this unit of this stage."""
+        is_replica = self.replica_ranks and 2 * unit >= self.units
+        return self.replica_ranks[stage] if is_replica else self.stage_ranks[stage]
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Stages of a rank, lowest first."""
-        return tuple(stage for stage, owner in enumerate(self.stage_ranks) if owner == rank)
+        owners = zip(self.stage_ranks, self.replica_ranks or self.stage_ranks, strict=True)
+        return tuple(stage for stage, pair in enumerate(owners) if rank in pair)
 
     def to_text(self) -> tuple[tuple[str, ...], ...]:
         """The actions as written in a plan, e.g. ``2F0``."""

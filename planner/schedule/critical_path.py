@@ -6,6 +6,8 @@ A schedule's length is the largest over all paths of its graph; each path is a s
               + n_I[s] (recompute + backward_input)[s] + n_W[s] backward_weight[s]
               + sum_b t_F[b] transfer_forward[b] + t_B[b] transfer_backward[b] + tail[rank]               (1)
 
+(and likewise the works that only some schedules have: recomputation apart from its backward, and paired actions),
+
 with equality at the durations that the path was found for, and a valid lower bound at all others, because the graph
 does not depend on durations. That makes (1) a cut: a search over durations may add it and never lose a solution.
 """
@@ -18,12 +20,27 @@ from dataclasses import dataclass
 from planner.errors import LayoutError
 from planner.schedule.actions import Schedule
 from planner.schedule.durations import Durations
-from planner.schedule.graph import NOTHING, Graph, check_stages, graph_of
+from planner.schedule.graph import NOTHING, WORKS, Graph, check_stages, graph_of
+
+_WORKS = (
+    "forward",
+    "backward",
+    "backward_input",
+    "backward_weight",
+    "recompute",
+    "plain_backward",
+    "paired_forward",
+    "paired_backward",
+)
+"""Counts of a path in the order of `planner.schedule.graph`'s works."""
 
 
 @dataclass(frozen=True, slots=True)
 class CriticalPath:
-    """A longest path: its length, and how often each duration stands on it."""
+    """A longest path: its length, and how often each duration stands on it.
+
+    With sequence chunks, what is counted per stage is counted per stage and chunk, at ``stage * chunks + chunk``.
+    """
 
     length: float
     """Sum of all durations on the path, and the tail of its rank."""
@@ -41,13 +58,22 @@ class CriticalPath:
     """Per boundary: activations; never counted between stages of one rank."""
     transfer_backward: tuple[int, ...]
     """Per boundary: gradients."""
+    recompute: tuple[int, ...] = ()
+    """Per stage: recomputation ahead of a backward (`Schedule.recompute_stop`)."""
+    plain_backward: tuple[int, ...] = ()
+    """Per stage: full B of those schedules, without recompute."""
+    paired_forward: tuple[int, ...] = ()
+    """Per stage: F that overlaps with the action before it, each of forward - overlap."""
+    paired_backward: tuple[int, ...] = ()
+    """Per stage: B that overlaps with the action before it."""
 
     def evaluate(self, durations: Durations, tails: Sequence[float] = ()) -> float:
         """Right side of (1): no schedule of this order is shorter at these durations."""
-        counts = (*self.forward, *self.backward, *self.backward_input, *self.backward_weight)
+        counts: list[int] = [count for name in _WORKS for count in getattr(self, name)]
+        chunks = len(self.forward) // (len(self.transfer_forward) + 1)
         transfers = (0, *self.transfer_forward, *self.transfer_backward)
         return (
-            sum(count * seconds for count, seconds in zip(counts, durations.of_actions(), strict=True) if count)
+            sum(count * seconds for count, seconds in zip(counts, durations.of_actions(chunks), strict=True) if count)
             + sum(count * seconds for count, seconds in zip(transfers, durations.of_transfers(), strict=True) if count)
             + (tails[self.rank] if tails else 0)
         )
@@ -77,25 +103,21 @@ def critical_path(
     last = max(range(schedule.ranks), key=finish.__getitem__) if rank is None else rank
     works, transfers = _count(graph, durations, ends, graph.rank_actions[last][-1])
     stages = schedule.stages
-    forward, backward, backward_input, backward_weight = (
-        tuple(works[kind * stages : (kind + 1) * stages]) for kind in range(4)
-    )
+    per_work = stages * schedule.sequence_chunks
+    counts = {name: tuple(works[at * per_work : (at + 1) * per_work]) for at, name in enumerate(_WORKS)}
     return CriticalPath(
         length=finish[last],
         rank=last,
-        forward=forward,
-        backward=backward,
-        backward_input=backward_input,
-        backward_weight=backward_weight,
         transfer_forward=tuple(transfers[1:stages]),
         transfer_backward=tuple(transfers[stages:]),
+        **counts,
     )
 
 
 def _count(graph: Graph, durations: Durations, ends: list[float], last: int) -> tuple[list[int], list[int]]:
     """Walk back from an action along what each one really waited for; how often each work and transfer is met."""
     seconds = durations.of_transfers()
-    works, transfers = [0] * 4 * graph.stages, [0] * len(seconds)
+    works, transfers = [0] * (WORKS * graph.stages * graph.chunks), [0] * len(seconds)
     action = last
     while action != NOTHING:
         works[graph.work[action]] += 1

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from planner.errors import LayoutError
+
+OF_ACTIONS = ("forward", "backward_input", "backward_weight", "recompute", "overlap")
+OF_TRANSFERS = ("transfer_forward", "transfer_backward")
+_REQUIRED = OF_ACTIONS[:3]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +21,9 @@ class Durations:
     Any consistent unit of time will do, seconds by convention. Whole numbers stay whole, so that results are exact.
     A full backward lasts ``recompute + backward_input + backward_weight``, a split input gradient
     ``recompute + backward_input``. Boundary ``s`` lies between stage ``s`` and ``s + 1``.
+
+    Times of actions are given per stage. With ``sequence_chunks`` above 1 they are given per stage and chunk, at
+    ``stage * sequence_chunks + chunk``: under causal attention later chunks of equal length last longer.
 
     Raises:
         LayoutError: lengths that do not fit together, or a time that is negative or not finite.
@@ -31,26 +38,25 @@ class Durations:
     """Activations from stage s to s + 1, after the forward has ended; empty: no time."""
     transfer_backward: tuple[float, ...] = ()
     """Gradients from stage s + 1 to s; empty: no time."""
+    overlap: tuple[float, ...] = ()
+    """What an action that is paired with the one before it saves (`Schedule.paired`); empty: nothing."""
+    sequence_chunks: int = 1
+    """Values per stage."""
 
     def __post_init__(self) -> None:
-        stages = len(self.forward)
-        for name, length in (
-            ("backward_input", stages),
-            ("backward_weight", stages),
-            ("recompute", stages),
-            ("transfer_forward", stages - 1),
-            ("transfer_backward", stages - 1),
-        ):
-            if name not in ("backward_input", "backward_weight") and not getattr(self, name):
+        for name in (*OF_ACTIONS, *OF_TRANSFERS):
+            length = len(self.forward) if name in OF_ACTIONS else self.stages - 1
+            if name not in _REQUIRED and not getattr(self, name):
                 object.__setattr__(self, name, (0,) * length)
             self._check_length(name, length)
-        for name in self.__dataclass_fields__:
             _check_times(name, getattr(self, name))
+        self._check_chunks()
+        self._check_overlap()
 
     @property
     def stages(self) -> int:
         """Number of stages."""
-        return len(self.forward)
+        return len(self.forward) // self.sequence_chunks
 
     @classmethod
     def uniform(
@@ -62,6 +68,7 @@ class Durations:
         backward_weight: float = 1,
         recompute: float = 0,
         transfer: float = 0,
+        overlap: float = 0,
     ) -> Self:
         """The same for every stage and boundary."""
         return cls(
@@ -71,18 +78,41 @@ class Durations:
             recompute=(recompute,) * stages,
             transfer_forward=(transfer,) * (stages - 1),
             transfer_backward=(transfer,) * (stages - 1),
+            overlap=(overlap,) * stages,
         )
 
-    def of_actions(self) -> list[float]:
-        """Seconds by ``kind * stages + stage``, the kinds in the order F, B, I, W."""
-        parts = (self.recompute, self.backward_input, self.backward_weight)
-        backward = map(sum, zip(*parts, strict=True))
-        backward_input = map(sum, zip(*parts[:2], strict=True))
-        return [*self.forward, *backward, *backward_input, *self.backward_weight]
+    def recompute_of(self, stage: int, unit: int) -> float:
+        """Time of recomputing this unit of this stage."""
+        return self.recompute[stage * self.sequence_chunks + unit % self.sequence_chunks]
+
+    def of_actions(self, chunks: int = 1) -> list[float]:
+        """Times by ``(work * stages + stage) * chunks + chunk``, the works in the order of `planner.schedule.graph`.
+
+        Times given per stage hold for each of its chunks.
+        """
+        forward, backward_input, weight, recompute, overlap = (self._spread(name, chunks) for name in OF_ACTIONS)
+        plain = _add(backward_input, weight)
+        works = (
+            forward,
+            _add(recompute, plain),
+            _add(recompute, backward_input),
+            weight,
+            recompute,
+            plain,
+            _subtract(forward, overlap),
+            _subtract(_add(recompute, plain), overlap),
+        )
+        return [seconds for work in works for seconds in work]
 
     def of_transfers(self) -> list[float]:
         """Seconds by transfer: none, then forward by boundary, then backward by boundary."""
         return [0, *self.transfer_forward, *self.transfer_backward]
+
+    def _spread(self, name: str, chunks: int) -> Sequence[float]:
+        values: tuple[float, ...] = getattr(self, name)
+        if chunks == self.sequence_chunks:
+            return values
+        return [seconds for seconds in values for _ in range(chunks)]
 
     def _check_length(self, name: str, length: int) -> None:
         given = len(getattr(self, name))
@@ -91,6 +121,32 @@ class Durations:
         raise LayoutError(
             f"{name} has {given} values for {self.stages} stages.", field=name, mend=f"give {length} values."
         )
+
+    def _check_chunks(self) -> None:
+        if len(self.forward) % self.sequence_chunks:
+            raise LayoutError(
+                f"{len(self.forward)} values are not {self.sequence_chunks} for every stage.",
+                field="sequence_chunks",
+                mend="give one value per stage and sequence chunk.",
+            )
+
+    def _check_overlap(self) -> None:
+        backwards = _add(self.backward_input, self.backward_weight)
+        for index, (saved, *both) in enumerate(zip(self.overlap, self.forward, backwards, strict=True)):
+            if saved > min(both):
+                raise LayoutError(
+                    f"a pair cannot save {saved}, more than its shorter action lasts ({min(both)}).",
+                    field=f"overlap[{index}]",
+                    mend=f"give {min(both)} or less.",
+                )
+
+
+def _add(left: Iterable[float], right: Iterable[float]) -> list[float]:
+    return [a + b for a, b in zip(left, right, strict=True)]
+
+
+def _subtract(left: Iterable[float], right: Iterable[float]) -> list[float]:
+    return [a - b for a, b in zip(left, right, strict=True)]
 
 
 def _check_times(name: str, times: Sequence[float]) -> None:

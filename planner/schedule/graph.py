@@ -12,33 +12,37 @@ is order. The graph does not depend on durations, so it is made and checked once
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import add
 
 from planner.errors import LayoutError, ScheduleError
 from planner.schedule.actions import Action, ActionKind, Schedule
 from planner.schedule.durations import Durations
+from planner.schedule.validity import KINDS, check_schedule, wrong
 
-KIND_INDEX = {
-    ActionKind.FORWARD: 0,
-    ActionKind.BACKWARD: 1,
-    ActionKind.BACKWARD_INPUT: 2,
-    ActionKind.BACKWARD_WEIGHT: 3,
-}
-FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = range(4)
+WORKS = 8
+FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, RECOMPUTE, PLAIN_BACKWARD, PAIRED_FORWARD, PAIRED_BACKWARD = range(
+    WORKS
+)
+"""Kinds of work: the four kinds of action; recomputation ahead of a backward, and that backward without it; and the
+second action of a pair."""
+_WORK = {kind: work for work, kind in enumerate(KINDS)}
 NOTHING = -1
 """No action; as an index into a list it is the last place, which holds time 0."""
 NO_TRANSFER = 0
 
-_Key = tuple[int, int, int]
-"""(kind, stage, unit) of an action."""
-
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """All actions of a schedule as flat lists, each standing after everything that it waits for."""
+    """All actions of a schedule as flat lists, each standing after everything that it waits for.
+
+    Recomputation that runs ahead of a backward is a node of its own, between the backward and what stands before it.
+    """
 
     stages: int
+    chunks: int
     before: list[int]
     """By action: the action before it on its rank, or `NOTHING`."""
     producer: list[int]
@@ -52,7 +56,7 @@ class Graph:
 
     def earliest(self, durations: Durations) -> tuple[list[float], list[float]]:
         """Earliest start and end of every action; the lists end with the 0 of `NOTHING`."""
-        lengths, transfers = durations.of_actions(), durations.of_transfers()
+        lengths, transfers = durations.of_actions(self.chunks), durations.of_transfers()
         starts: list[float] = [0] * (len(self.work) + 1)
         ends: list[float] = [0] * (len(self.work) + 1)
         waits = zip(self.before, self.producer, self.transfer, self.work, strict=True)
@@ -73,159 +77,202 @@ def graph_of(schedule: Schedule) -> Graph:
     Raises:
         ScheduleError: actions that are missing, doubled, out of order, on the wrong rank, or dead-lock.
     """
-    _check_shape(schedule)
-    slots = _slots(schedule)
-    _check_complete(schedule, slots)
-    _check_order(schedule, slots)
-    producers = [[_producer(schedule, slots, action) for action in actions] for actions in schedule.actions]
-    return _flatten(schedule, producers)
+    check_schedule(schedule)
+    return _Builder(schedule).graph()
 
 
 def check_stages(schedule: Schedule, durations: Durations) -> None:
-    """Raise `LayoutError` when the durations are for another number of stages."""
+    """Raise `LayoutError` when the durations are for another number of stages or chunks."""
     if durations.stages != schedule.stages:
         raise LayoutError(
             f"durations of {durations.stages} stages for a schedule of {schedule.stages}.",
             field="durations",
             mend=f"give {schedule.stages} values, one per stage.",
         )
-
-
-def _key(action: Action) -> _Key:
-    return KIND_INDEX[action.kind], action.stage, action.micro_batch
-
-
-def _check_shape(schedule: Schedule) -> None:
-    if len(schedule.actions) != schedule.ranks or set(schedule.stage_ranks) != set(range(schedule.ranks)):
-        raise _wrong(
-            f"{schedule.ranks} ranks, but lists of actions for {len(schedule.actions)} and stages on ranks "
-            f"{sorted(set(schedule.stage_ranks))}.",
-            "give every rank one list of actions and at least one stage.",
+    if durations.sequence_chunks not in (1, schedule.sequence_chunks):
+        raise LayoutError(
+            f"durations of {durations.sequence_chunks} sequence chunks for a schedule of {schedule.sequence_chunks}.",
+            field="durations",
+            mend=f"give one value per stage, or {schedule.sequence_chunks}.",
         )
 
 
-def _slots(schedule: Schedule) -> dict[_Key, int]:
-    """Place of every action in its rank's list."""
-    slots: dict[_Key, int] = {}
-    for rank, actions in enumerate(schedule.actions):
-        for slot, action in enumerate(actions):
-            _check_place(schedule, rank, action)
-            if slots.setdefault(_key(action), slot) != slot:
-                first = actions[slots[_key(action)]]
-                raise _wrong(f"{first} and again {action} stand on rank {rank}.", "run every action once.")
-    return slots
+_Numbered = tuple[int, int, int]
+"""(work, stage, unit) of an action."""
 
 
-def _check_place(schedule: Schedule, rank: int, action: Action) -> None:
-    if not (0 <= action.stage < schedule.stages and 0 <= action.micro_batch < schedule.units):
-        raise _wrong(
-            f"{action} on rank {rank}, but there are {schedule.stages} stages and {schedule.units} micro-batches.",
-            "count stages and micro-batches from 0.",
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One rank's actions as numbers. Outputs are forwards by (stage, unit), then gradients, then one for no output."""
+
+    outputs: list[int]
+    """What each action makes."""
+    needs: list[int]
+    """The output that it waits for, or `NOTHING`."""
+    works: list[int]
+    transfers: list[int]
+
+
+class _Tables:
+    """What an action of a work and stage makes, needs and receives, by ``work * stages + stage``."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self.outputs: list[int] = []
+        self.needs: list[int] = []
+        self.transfers: list[int] = []
+        for work in range(WORKS):
+            for stage in range(schedule.stages):
+                self._add(work, stage)
+
+    def _add(self, work: int, stage: int) -> None:
+        stages, units = self._schedule.stages, self._schedule.units
+        if work in (BACKWARD_WEIGHT, RECOMPUTE):
+            self._append(2 * stages * units, NOTHING, NO_TRANSFER)
+        elif work in (FORWARD, PAIRED_FORWARD):
+            need = (stage - 1) * units if stage else NOTHING
+            self._append(stage * units, need, self._transfer(stage - 1, 1) if stage else NO_TRANSFER)
+        elif stage < stages - 1:
+            self._append((stages + stage) * units, (stages + stage + 1) * units, self._transfer(stage, stages))
+        else:
+            self._append((stages + stage) * units, NOTHING, NO_TRANSFER)
+
+    def _append(self, output: int, need: int, transfer: int) -> None:
+        self.outputs.append(output)
+        self.needs.append(need)
+        self.transfers.append(transfer)
+
+    def _transfer(self, boundary: int, first: int) -> int:
+        """Index into `Durations.of_transfers`; stages on one rank hand over without a transfer."""
+        owners = self._schedule.stage_ranks
+        return NO_TRANSFER if owners[boundary] == owners[boundary + 1] else first + boundary
+
+    def row(self, actions: Sequence[_Numbered]) -> _Row:
+        """A rank's list in numbers."""
+        stages, chunks = self._schedule.stages, self._schedule.sequence_chunks
+        no_output = 2 * stages * self._schedule.units
+        indices = [work * stages + stage for work, stage, _ in actions]
+        units = [unit for _, _, unit in actions]
+        outputs = map(add, map(self.outputs.__getitem__, indices), units)
+        needs = zip(map(self.needs.__getitem__, indices), units, strict=True)
+        works = (
+            indices if chunks == 1 else [at * chunks + unit % chunks for at, unit in zip(indices, units, strict=True)]
         )
-    owner = schedule.stage_ranks[action.stage]
-    if owner != rank:
-        raise _wrong(
-            f"{action} stands on rank {rank}, but stage {action.stage} is on rank {owner}.", f"move it to rank {owner}."
+        return _Row(
+            outputs=[min(output, no_output) for output in outputs],
+            needs=[NOTHING if need == NOTHING else need + unit for need, unit in needs],
+            works=works,
+            transfers=list(map(self.transfers.__getitem__, indices)),
         )
 
 
-def _check_complete(schedule: Schedule, slots: dict[_Key, int]) -> None:
-    for stage in range(schedule.stages):
-        for unit in range(schedule.units):
-            present = [(kind, stage, unit) in slots for kind in range(4)]
-            if present not in ([True, True, False, False], [True, False, True, True]):
-                raise _wrong(
-                    _describe_lack(present, stage, unit), "run F, and then either B, or I and W, of every micro-batch."
-                )
+def _numbered(schedule: Schedule, actions: Sequence[Action]) -> list[_Numbered]:
+    """A rank's list, with the recomputations that run ahead of a backward as works of their own."""
+    stop, paired = schedule.recompute_stop, schedule.paired
+    if stop is None and not paired:
+        return [(_WORK[kind], stage, unit) for stage, kind, unit in actions]
+    row: list[_Numbered] = []
+    for action in actions:
+        stage, kind, unit = action
+        work = _WORK[kind]
+        if action in paired:
+            work = PAIRED_FORWARD if kind is ActionKind.FORWARD else PAIRED_BACKWARD
+        elif stop is not None and kind is ActionKind.BACKWARD:
+            work = PLAIN_BACKWARD
+            if unit < stop:
+                row.append((RECOMPUTE, stage, unit))
+        row.append((work, stage, unit))
+    return row
 
 
-def _describe_lack(present: list[bool], stage: int, unit: int) -> str:
-    if present[FORWARD] and present[BACKWARD]:
-        return f"{stage}B{unit} is both full and split: {stage}I{unit} or {stage}W{unit} stands beside it."
-    wanted = "FIW" if present[BACKWARD_INPUT] or present[BACKWARD_WEIGHT] else "FB"
-    here = dict(zip("FBIW", present, strict=True))
-    lacking = [f"{stage}{kind}{unit}" for kind in wanted if not here[kind]]
-    existing = [f"{stage}{kind}{unit}" for kind in "FBIW" if here[kind]]
-    return f"{' and '.join(lacking)} is missing" + (f", though {existing[0]} is there." if existing else ".")
+class _Builder:
+    """Numbers actions so that each stands after what it waits for: every rank goes as far as it can, in turn."""
 
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        tables = _Tables(schedule)
+        self._rows = [tables.row(_numbered(schedule, actions)) for actions in schedule.actions]
+        self._number = [NOTHING] * (2 * schedule.stages * schedule.units + 1)
+        self._waiting: dict[int, int] = {}
+        self._graph = Graph(
+            schedule.stages, schedule.sequence_chunks, [], [], [], [], [[] for _ in range(schedule.ranks)]
+        )
 
-def _check_order(schedule: Schedule, slots: dict[_Key, int]) -> None:
-    """F before B or I, and I before W, of each stage and unit."""
-    for (kind, stage, unit), slot in slots.items():
-        if kind == FORWARD:
-            continue
-        earlier = BACKWARD_INPUT if kind == BACKWARD_WEIGHT else FORWARD
-        if slots[earlier, stage, unit] > slot:
-            late, early = f"{stage}{'FBIW'[kind]}{unit}", f"{stage}{'FBIW'[earlier]}{unit}"
-            raise _wrong(
-                f"{late} stands before {early} on rank {schedule.stage_ranks[stage]}.", f"move {early} before {late}."
-            )
+    def graph(self) -> Graph:
+        """The whole graph.
 
+        Raises:
+            ScheduleError: a dead-lock is in its way.
+        """
+        going = list(range(self._schedule.ranks))
+        while going:
+            going += self._advance(going.pop())
+        if self._waiting:
+            raise self._dead_lock()
+        if self._schedule.recompute_stop is not None:
+            self._leave_recompute_out()
+        return self._graph
 
-def _producer(schedule: Schedule, slots: dict[_Key, int], action: Action) -> Action | None:
-    """The action of the neighbouring stage that this one waits for."""
-    if action.kind is ActionKind.FORWARD:
-        return Action(action.stage - 1, action.kind, action.micro_batch) if action.stage else None
-    if action.kind is ActionKind.BACKWARD_WEIGHT or action.stage == schedule.stages - 1:
-        return None
-    is_full = (BACKWARD, action.stage + 1, action.micro_batch) in slots
-    kind = ActionKind.BACKWARD if is_full else ActionKind.BACKWARD_INPUT
-    return Action(action.stage + 1, kind, action.micro_batch)
-
-
-def _flatten(schedule: Schedule, producers: list[list[Action | None]]) -> Graph:
-    """Number the actions so that each stands after what it waits for: every rank goes as far as it can, in turn."""
-    graph = Graph(schedule.stages, [], [], [], [], [[] for _ in range(schedule.ranks)])
-    number: dict[_Key, int] = {}
-    waiting: dict[_Key, int] = {}
-    going = list(range(schedule.ranks))
-    while going:
-        rank = going.pop()
-        mine = graph.rank_actions[rank]
-        for action, producer in zip(schedule.actions[rank][len(mine) :], producers[rank][len(mine) :], strict=True):
-            key = None if producer is None else _key(producer)
-            if key is not None and key not in number:
-                waiting[key] = rank
+    def _advance(self, rank: int) -> list[int]:
+        """Number a rank's actions until one has to wait; the ranks that waited for any of them."""
+        row, number, waiting = self._rows[rank], self._number, self._waiting
+        start = end = len(self._graph.rank_actions[rank])
+        outputs, needs, producers = row.outputs, row.needs, self._graph.producer
+        action, woken = len(producers), []
+        for end in range(start, len(needs) + 1):
+            if end == len(needs):
                 break
-            number[_key(action)] = _append(graph, schedule, rank, action, NOTHING if key is None else number[key])
-            woken = waiting.pop(_key(action), None)
-            if woken is not None:
-                going.append(woken)
-    if waiting:
-        raise _dead_lock(schedule, waiting, graph.rank_actions)
-    return graph
+            need = needs[end]
+            if need == NOTHING:
+                producers.append(NOTHING)
+            elif number[need] == NOTHING:
+                waiting[need] = rank
+                break
+            else:
+                producers.append(number[need])
+            number[outputs[end]] = action
+            action += 1
+            if outputs[end] in waiting:
+                woken.append(waiting.pop(outputs[end]))
+        self._append(rank, start, end)
+        return woken
 
+    def _append(self, rank: int, start: int, end: int) -> None:
+        """Put a rank's places from start to end, whose producers are already there, into the graph."""
+        if start == end:
+            return
+        graph, row = self._graph, self._rows[rank]
+        mine, first = graph.rank_actions[rank], len(graph.work)
+        graph.before.append(mine[-1] if mine else NOTHING)
+        graph.before.extend(range(first, first + end - start - 1))
+        graph.work.extend(row.works[start:end])
+        graph.transfer.extend(row.transfers[start:end])
+        mine.extend(range(first, first + end - start))
 
-def _append(graph: Graph, schedule: Schedule, rank: int, action: Action, producer: int) -> int:
-    mine = graph.rank_actions[rank]
-    graph.before.append(mine[-1] if mine else NOTHING)
-    graph.producer.append(producer)
-    graph.transfer.append(NO_TRANSFER if producer == NOTHING else _transfer(schedule, action))
-    graph.work.append(KIND_INDEX[action.kind] * schedule.stages + action.stage)
-    mine.append(len(graph.work) - 1)
-    return mine[-1]
+    def _leave_recompute_out(self) -> None:
+        """Keep each rank's list of actions equal to the schedule's."""
+        per_work = self._graph.stages * self._graph.chunks
+        for actions in self._graph.rank_actions:
+            actions[:] = [action for action in actions if self._graph.work[action] // per_work != RECOMPUTE]
 
+    def _dead_lock(self) -> ScheduleError:
+        schedule = self._schedule
+        need, rank = next(iter(self._waiting.items()))
+        is_gradient, index = divmod(need, schedule.stages * schedule.units)
+        stage, unit = divmod(index, schedule.units)
+        owner = schedule.owner(stage, unit)
+        stuck, behind = self._next(rank), self._next(owner)
+        kinds = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT) if is_gradient else (ActionKind.FORWARD,)
+        wanted = next(action for action in schedule.actions[owner] if action in [(stage, kind, unit) for kind in kinds])
+        return wrong(
+            f"dead-lock: {stuck} on rank {rank} waits for {wanted}, which never comes: "
+            f"it stands on rank {owner} behind {behind}.",
+            f"move {wanted} before {behind} on rank {owner}, or {stuck} later on rank {rank}.",
+        )
 
-def _transfer(schedule: Schedule, action: Action) -> int:
-    """Index into `Durations.of_transfers`; stages on one rank hand over without a transfer."""
-    boundary = action.stage - 1 if action.kind is ActionKind.FORWARD else action.stage
-    if schedule.stage_ranks[boundary] == schedule.stage_ranks[boundary + 1]:
-        return NO_TRANSFER
-    return 1 + boundary + (0 if action.kind is ActionKind.FORWARD else schedule.stages - 1)
-
-
-def _dead_lock(schedule: Schedule, waiting: dict[_Key, int], done: list[list[int]]) -> ScheduleError:
-    (kind, stage, unit), rank = next(iter(waiting.items()))
-    stuck = schedule.actions[rank][len(done[rank])]
-    owner = schedule.stage_ranks[stage]
-    behind = schedule.actions[owner][len(done[owner])]
-    wanted = f"{stage}{'FBIW'[kind]}{unit}"
-    return _wrong(
-        f"dead-lock: {stuck} on rank {rank} waits for {wanted}, which never comes: "
-        f"it stands on rank {owner} behind {behind}.",
-        f"move {wanted} before {behind} on rank {owner}, or {stuck} later on rank {rank}.",
-    )
-
-
-def _wrong(message: str, mend: str) -> ScheduleError:
-    return ScheduleError(message, field="actions", mend=mend)
+    def _next(self, rank: int) -> Action:
+        """The first action of a rank that could not be numbered."""
+        recomputed = RECOMPUTE * self._graph.stages
+        done = self._graph.rank_actions[rank]
+        ahead = sum(recomputed <= self._graph.work[action] < recomputed + self._graph.stages for action in done)
+        return self._schedule.actions[rank][len(done) - ahead]

@@ -88,7 +88,7 @@ def simulate(schedule: Schedule, durations: Durations) -> Simulation:
     check_stages(schedule, durations)
     graph = graph_of(schedule)
     starts, ends = graph.earliest(durations)
-    lengths = durations.of_actions()
+    lengths = durations.of_actions(graph.chunks)
     return Simulation(
         schedule=schedule,
         durations=durations,
