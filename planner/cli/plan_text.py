@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.cli.console import bar, bold, table
-from planner.cli.units import gibibytes, percent, scaled, seconds, significant
+from planner.cli.units import GIB, gibibytes, percent, scaled, seconds
 from planner.spec import Forecast, Infeasible, Layout, Plan, Prediction
 from planner.spec.plan import Alternative, Miss, RankMemory, SearchReport, Stage
 
@@ -134,9 +134,9 @@ def _memory(memory: Sequence[RankMemory]) -> str:
     rows = [
         (
             str(row.pipeline_rank),
-            *(significant(getattr(row, f"{kind}_bytes") / 1024**3) for kind in kinds),
-            gibibytes(row.peak_bytes),
-            gibibytes(row.capacity_bytes),
+            *(f"{getattr(row, f'{kind}_bytes') / GIB:.2f}" for kind in kinds),
+            f"{row.peak_bytes / GIB:.2f}",
+            f"{row.capacity_bytes / GIB:.2f}",
             _fill(row),
         )
         for row in memory

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.support import Command
+from tests.cli.support import Command, tiny_cluster, tiny_job, tiny_profile, write_question
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -21,3 +21,18 @@ def planner(capsys: pytest.CaptureFixture[str]) -> Command:
 def examples() -> Path:
     """The folder of example documents."""
     return EXAMPLES
+
+
+@pytest.fixture
+def question(tmp_path: Path) -> list[str]:
+    """Options that ask about the tiny model on the tiny cluster."""
+    return write_question(tmp_path, tiny_profile(), tiny_cluster(), tiny_job())
+
+
+@pytest.fixture
+def plan_path(planner: Command, question: list[str], tmp_path: Path) -> Path:
+    """A plan of two pipeline ranks for the tiny model."""
+    path = tmp_path / "plan.json"
+    fixed = ("--fix", "pipeline_parallel_degree=2", "--fix", "schedule=1f1b")
+    assert planner("plan", *question, *fixed, "-o", path).code == 0
+    return path

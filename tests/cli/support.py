@@ -87,3 +87,13 @@ def tiny_cluster(*, devices: int = 4, memory_bytes: int = 10**8) -> Cluster:
 def tiny_job(*, global_batch_size: int = 8) -> Job:
     """Samples of 8 tokens in fp32 with AdamW."""
     return Job(global_batch_size=global_batch_size, sequence_length=8, precision="fp32", optimizer="adamw")
+
+
+def write_question(folder: Path, profile: ModelProfile, cluster: Cluster, job: Job) -> list[str]:
+    """Write the three documents, and return the options that name them."""
+    options = []
+    for name, document in (("profile", profile), ("cluster", cluster), ("job", job)):
+        path = folder / f"{name}.json"
+        path.write_text(document.model_dump_json(by_alias=True), encoding="utf-8")
+        options += [f"--{name}", str(path)]
+    return options

@@ -1,0 +1,190 @@
+"""`planner plan`: from three documents to a plan, or to the reasons why there is none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.cli.plan_text import layout_line, proof_line, spans
+from planner.spec import Layout, Plan, PlanRequest, parse
+from planner.spec.plan import SearchReport
+from planner.validate import check
+from tests.cli.support import Command, tiny_cluster, tiny_job, tiny_profile, write_question
+
+
+def test_json_is_plan_json(planner: Command, question: list[str]) -> None:
+    """--json prints the plan document, which the independent validator confirms."""
+    ended = planner("plan", *question, "--json")
+    plan = parse(Plan, ended.json)
+    assert (ended.code, ended.err) == (0, "")
+    assert plan.layout.devices == 4
+    assert plan.search.optimal
+    assert check(plan, tiny_profile()).ok
+
+
+def test_summary_and_file(planner: Command, question: list[str], tmp_path: Path) -> None:
+    """With -o FILE the document goes to the file, the summary to stdout and the word about it to stderr."""
+    path = tmp_path / "plan.json"
+    ended = planner("plan", *question, "-o", path)
+    plan = parse(Plan, json.loads(path.read_text()))
+    assert ended.err == f"wrote {path}\n"
+    for word in (plan.id[:12], "MFU", "optimal: proven", "capacity", "next best", "layouts considered"):
+        assert word in ended.out
+    assert "\033[" not in ended.out
+
+
+def test_dash_is_stdout(planner: Command, question: list[str]) -> None:
+    """With `-o -` stdout holds the document alone, and the summary goes to stderr."""
+    ended = planner("plan", *question, "-o", "-")
+    assert parse(Plan, ended.json).id[:12] in ended.err
+
+
+def test_the_same_question_has_the_same_id(planner: Command, question: list[str]) -> None:
+    """A plan's id is that of its request, so asking again gives it again."""
+    first, second = (parse(Plan, planner("plan", *question, "--json").json) for _ in range(2))
+    assert first.id == second.id == first.request.id
+    assert isinstance(first.request, PlanRequest)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "holds"),
+    [
+        (["pipeline_parallel_degree=4"], lambda plan: plan.layout.pipeline_parallel_degree == 4),
+        (["pipeline_parallel_degree=2.."], lambda plan: plan.layout.pipeline_parallel_degree >= 2),
+        (["schedule=fthenb", "data_parallel_degree=1,2"], lambda plan: plan.layout.schedule == "gpipe"),
+        (["micro_batch_size=2", "recompute=full"], lambda plan: plan.stages[0].layers[0].recompute == "full"),
+    ],
+)
+def test_fixed_fields_hold(planner: Command, question: list[str], fixed: list[str], holds: Any) -> None:
+    """What --fix asks for is what the plan does."""
+    options = [word for each in fixed for word in ("--fix", each)]
+    assert holds(parse(Plan, planner("plan", *question, *options, "--json").json))
+
+
+@pytest.mark.parametrize("top", ["0", "1"])
+def test_top_alternatives(planner: Command, question: list[str], top: str) -> None:
+    """--top tells how many alternatives come along."""
+    assert len(planner("plan", *question, "--top", top, "--json").json["alternatives"]) == int(top)
+
+
+def test_no_plan_fits(planner: Command, tmp_path: Path) -> None:
+    """When nothing fits the exit code is 3, with the reasons, and the nearest misses in GiB; no file is written."""
+    question = write_question(tmp_path, tiny_profile(), tiny_cluster(memory_bytes=60_000), tiny_job())
+    ended = planner("plan", *question, "-o", tmp_path / "plan.json")
+    assert ended.code == 3
+    assert "no plan fits" in ended.out
+    assert "too much" in ended.out
+    assert "GiB" in ended.out
+    assert not (tmp_path / "plan.json").exists()
+    as_json = planner("plan", *question, "--json")
+    assert (as_json.code, as_json.json["status"]) == (3, "infeasible")
+    assert as_json.json["nearest"][0]["missing_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("job", "{", "not valid JSON"),
+        ("job", '{"global_batch_size": -8}', "global_batch_size"),
+        ("job", '{"global_batch_size": 8, "sequence_lenght": 8}', "sequence_lenght"),
+        ("job", '{"global_batch_size": 8, "memory_headroom": "5%"}', "memory_headroom"),
+        ("job", '{"global_batch_size": 8, "constraints": {"tensor": 8}}', "tensor"),
+        ("cluster", '{"node_groups": []}', "node_groups"),
+        ("cluster", '{"node_groups": [{"device": "h1000", "nodes": 1, "devices_per_node": 1}]}', "h1000"),
+        ("cluster", '{"node_groups": [{"device": "h100-sxm5-80gb", "nodes": 0, "devices_per_node": 1}]}', "nodes"),
+        ("profile", '{"model": "tiny"}', "layers"),
+        ("profile", "[]", "profile.json"),
+    ],
+)
+def test_broken_documents(
+    planner: Command, question: list[str], tmp_path: Path, name: str, text: str, told: str
+) -> None:
+    """Corrupted JSON, unknown fields and wrong values end with 2, naming the document and the field."""
+    (tmp_path / f"{name}.json").write_text(text)
+    ended = planner("plan", *question)
+    assert (ended.code, ended.out) == (2, "")
+    assert told in ended.err
+    assert "error: " in ended.err
+    assert "unexpected" not in ended.err
+
+
+def test_missing_documents(planner: Command, question: list[str]) -> None:
+    """A file that is not there is named."""
+    ended = planner("plan", *question, "--job", "absent.yaml")
+    assert ended.code == 2
+    assert "absent.yaml: there is no such file" in ended.err
+
+
+def test_profile_of_another_device(planner: Command, tmp_path: Path) -> None:
+    """Seconds of one device do not price another."""
+    question = write_question(tmp_path, tiny_profile(device="elsewhere"), tiny_cluster(), tiny_job())
+    ended = planner("plan", *question)
+    assert ended.code == 2
+    assert "elsewhere" in ended.err
+
+
+def test_profile_and_model_exclude_each_other(planner: Command, question: list[str]) -> None:
+    """A question has one model; none and two are wrong usage."""
+    assert planner("plan", *question, "--model", "gpt2").code == 2
+    assert planner("plan", *question[2:]).code == 2
+
+
+def test_catalogue_models_need_no_torch(planner: Command, examples: Path) -> None:
+    """A catalogue model is planned for by name; the plan carries the name instead of the profile."""
+    words = ("--cluster", examples / "a100x8.yaml", "--job", examples / "pretrain-4m-tokens.yaml")
+    ended = planner(
+        "plan", "--model", "llama-3.1-8b", *words, "--fix", "tensor_parallel_degree=8", "--top", "0", "--json"
+    )
+    plan = parse(Plan, ended.json)
+    assert (plan.request.model, plan.request.profile) == ("llama-3.1-8b", None)
+
+
+def test_unknown_model(planner: Command, question: list[str]) -> None:
+    """A misspelt model is answered with close ones."""
+    ended = planner("plan", "--model", "llama-3.1-70", *question[2:])
+    assert ended.code == 2
+    assert "llama-3.1-70b" in ended.err
+
+
+def test_outputs_are_checked_first(planner: Command, question: list[str], tmp_path: Path) -> None:
+    """An output that cannot be written is refused before the search starts."""
+    ended = planner("plan", *question, "-o", tmp_path / "absent" / "plan.json")
+    assert ended.code == 2
+    assert "there is no folder" in ended.err
+
+
+def test_layout_line_leaves_out_what_is_not_used() -> None:
+    """Only choices that differ from the plain ones are told."""
+    assert layout_line(Layout()) == "data 1 x tensor 1 x pipeline 1, micro-batch 1, 1f1b, recompute none"
+    rich = Layout(expert_parallel_degree=2, virtual_stages_per_rank=3, zero_stage=1, sequence_parallel=True)
+    assert layout_line(rich).endswith("recompute none, 3 stages per rank, ZeRO 1, sequence parallel")
+    assert "expert 2" in layout_line(rich)
+
+
+def test_proof_line_tells_the_gap() -> None:
+    """An unproven plan says how much faster any plan could be."""
+    report = SearchReport(
+        layouts_considered=9,
+        layouts_pruned=4,
+        layouts_solved=5,
+        seconds=60.0,
+        lower_bound_seconds=0.9,
+        gap=0.1,
+        optimal=False,
+    )
+    assert "not proven" in proof_line(report)
+    assert "900 ms" in proof_line(report)
+    assert "10.0 %" in proof_line(report)
+    assert "optimal: proven, 9 layouts" in proof_line(report.model_copy(update={"optimal": True}))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [((0,), "0"), ((0, 1, 2), "0-2"), ((3, 0, 1), "0-1,3"), (tuple(range(0, 20, 2)), "0,2,4,6,... (10 ranks)")],
+)
+def test_spans(numbers: tuple[int, ...], text: str) -> None:
+    """Runs of ranks are told by their ends, long lists by their length."""
+    assert spans(numbers) == text

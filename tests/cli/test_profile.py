@@ -1,0 +1,78 @@
+"""`planner profile`: counted for a catalogue device, and measured here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from planner.cli.profile import LONGEST_DEFAULT, sequence_length
+from planner.errors import SpecError
+from planner.spec import ModelProfile, parse, read
+from tests.cli.support import Command
+
+ANALYTIC = ("--device", "analytic:a100-sxm4-80gb")
+SEQUENTIAL = "tests.cli.tiny_models:sequential"
+
+
+def test_analytic_catalogue_profile(planner: Command, tmp_path: Path) -> None:
+    """A catalogue model is priced for a catalogue device: seconds in every row, the source still `counted`."""
+    path = tmp_path / "profile.json"
+    words = ("--sequence-length", "128", "--micro-batch-sizes", "1,2", "--tensor-parallel", "1", "--dtype", "bf16")
+    ended = planner("profile", "gpt2", *ANALYTIC, *words, "-o", path)
+    profile = read(ModelProfile, path)
+    rows = [row for layer in profile.layers for row in layer.measurements]
+    assert (ended.code, ended.err) == (0, f"wrote {path}\n")
+    assert "14 layers" in ended.out
+    assert "124 M parameters" in ended.out
+    assert (profile.model, profile.device, profile.dtype) == ("gpt2", "a100-sxm4-80gb", "bf16")
+    assert {row.micro_batch_size for row in rows} == {1, 2}
+    assert {(row.sequence_length, row.tensor_parallel_degree, row.source) for row in rows} == {(128, 1, "counted")}
+    assert all(row.forward_seconds is not None and row.forward_seconds > 0 for row in rows)
+
+
+def test_stdout_is_the_document(planner: Command) -> None:
+    """Without -o, and with `-o -`, stdout is the profile and nothing else."""
+    words = ("profile", "gpt2", *ANALYTIC, "--sequence-length", "64", "--micro-batch-sizes", "1")
+    assert parse(ModelProfile, planner(*words).json) == parse(ModelProfile, planner(*words, "-o", "-").json)
+
+
+def test_analytic_profile_of_a_callable(planner: Command) -> None:
+    """The user's own model is counted on meta tensors."""
+    profile = parse(ModelProfile, planner("profile", SEQUENTIAL, *ANALYTIC, "--json").json)
+    assert sum(layer.parameters for layer in profile.layers) == 4 * (16 * 16 + 16)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("gpt3", *ANALYTIC), "gpt3-175b"),
+        (("gpt2", "--device", "analytic:h1000"), "h1000"),
+        (("gpt2", "--device", "tpu"), "tpu"),
+        (("gpt2", *ANALYTIC, "--sequence-length", "4096"), "1024"),
+        (("gpt2", *ANALYTIC, "--tensor-parallel", "5"), "tensor"),
+        (("gpt2", *ANALYTIC, "--dtype", "fp32"), "fp32"),
+        (("gpt2", *ANALYTIC, "--concurrency", "4"), "--concurrency"),
+        (("gpt2", *ANALYTIC, "--micro-batch-sizes", "0,1"), "'0' is not a whole number of at least 1"),
+        (("resnet-50", *ANALYTIC, "--sequence-length", "8"), "--sequence-length"),
+        (("absent/config.json", *ANALYTIC), "absent/config.json"),
+        (("tests.cli.tiny_models:absent", *ANALYTIC), "absent"),
+        (("tests.cli.tiny_models:not_a_model", *ANALYTIC), "not_a_model"),
+    ],
+)
+def test_wrong_input(planner: Command, words: tuple[str, ...], told: str) -> None:
+    """What cannot be profiled is named with its mend."""
+    ended = planner("profile", *words)
+    assert (ended.code, ended.out) == (2, "")
+    assert told in ended.err
+    assert "unexpected" not in ended.err
+
+
+def test_default_sequence_length() -> None:
+    """The model's longest, at most 4096; nothing for a model without a sequence."""
+    assert sequence_length(None, 1024) == 1024
+    assert sequence_length(None, 131072) == LONGEST_DEFAULT
+    assert sequence_length(8192, 131072) == 8192
+    assert sequence_length(None, 0) == 0
+    with pytest.raises(SpecError):
+        sequence_length(8, 0)

@@ -1,0 +1,160 @@
+"""`planner run`, and the whole way of the data by commands: profile, plan, check, run, timeline."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.spec import MeasuredRun, Plan, read
+from planner.spec.measured import MeasuredRank
+from tests.cli.support import Command, tiny_cluster, tiny_job
+
+SEQUENTIAL = "tests.cli.tiny_models:sequential"
+
+
+def measured_run(plan: Plan) -> MeasuredRun:
+    """A run that took twice the promised time."""
+    step = 2 * plan.prediction.step_seconds
+    return MeasuredRun(
+        plan_id=plan.id,
+        model="tiny",
+        devices="cpu",
+        steps=2,
+        losses=(2.0, 1.0),
+        reference_losses=(2.0,),
+        step_seconds=(step, step),
+        median_step_seconds=step,
+        tokens_per_second=plan.prediction.tokens_per_second / 2,
+        ranks=tuple(
+            MeasuredRank(rank=row.rank, pipeline=row.pipeline, parameters=1000, peak_bytes=10**6)
+            for row in plan.placement
+        ),
+    )
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Put a launcher in place that starts nothing and keeps what it was asked for."""
+    asked: list[dict[str, Any]] = []
+
+    def run_plan(plan: Plan, plan_path: str | None, **options: Any) -> MeasuredRun:
+        asked.append({"plan_path": plan_path, **options})
+        return measured_run(plan)
+
+    monkeypatch.setattr("planner.executor.launch.run_plan", run_plan)
+    return asked
+
+
+def test_options_reach_the_launcher(planner: Command, plan_path: Path, calls: list[dict[str, Any]]) -> None:
+    """Every option is handed on."""
+    words = ("--model", "m:f", "--steps", "3", "--data", "d.txt", "--seed", "7", "--learning-rate", "0.1")
+    more = ("--reference-steps", "2", "--max-gradient-norm", "1", "--device", "cpu", "--timeout", "9", "--loss", "m:l")
+    assert planner("run", plan_path, *words, *more).code == 0
+    (asked,) = calls
+    assert asked.pop("log") is not None
+    assert asked == {
+        "plan_path": str(plan_path),
+        "model": "m:f",
+        "steps": 3,
+        "data": "d.txt",
+        "loss": "m:l",
+        "seed": 7,
+        "learning_rate": 0.1,
+        "max_gradient_norm": 1.0,
+        "device": "cpu",
+        "metrics": None,
+        "reference_steps": 2,
+        "timeout_seconds": 9.0,
+    }
+
+
+def test_predicted_beside_measured(planner: Command, plan_path: Path, calls: list[dict[str, Any]]) -> None:
+    """The summary sets the promise beside what happened: half the time was predicted, so it is off by -50 %."""
+    ended = planner("run", plan_path, "--model", "m:f")
+    assert "2.0000 -> 1.0000" in ended.out
+    assert "-50.0 %" in ended.out
+    assert "single process" in ended.out
+    assert len(calls) == 1
+
+
+def test_json_and_file(planner: Command, plan_path: Path, calls: list[dict[str, Any]], tmp_path: Path) -> None:
+    """The report is the same on stdout and in the file."""
+    path = tmp_path / "measured.json"
+    ended = planner("run", plan_path, "--model", "m:f", "--json", "-o", path)
+    assert ended.json == json.loads(path.read_text())
+    assert read(MeasuredRun, path).steps == 2
+    assert len(calls) == 1
+
+
+def test_the_model_must_be_known(planner: Command, plan_path: Path) -> None:
+    """A plan made from a profile does not tell how to build its model."""
+    ended = planner("run", plan_path)
+    assert ended.code == 2
+    assert "--model" in ended.err
+
+
+@pytest.mark.parametrize("option", ["--steps", "--learning-rate", "--seed", "--timeout"])
+def test_numbers_must_make_sense(planner: Command, plan_path: Path, option: str) -> None:
+    """Negative numbers are refused before anything starts."""
+    ended = planner("run", plan_path, "--model", "m:f", f"{option}=-1")
+    assert ended.code == 2
+    assert option in ended.err
+
+
+@pytest.fixture
+def two_node_plan(planner: Command, tmp_path: Path, examples: Path) -> Path:
+    """A plan of a catalogue model for two nodes of one device each."""
+    cluster = tmp_path / "two-nodes.yaml"
+    cluster.write_text("{node_groups: [{device: a100-sxm4-80gb, nodes: 2, devices_per_node: 1}]}")
+    job = tmp_path / "job.yaml"
+    job.write_text("{global_batch_size: 8, sequence_length: 128}")
+    path = tmp_path / "two-nodes.json"
+    assert planner("plan", "--model", "gpt2", "--cluster", cluster, "--job", job, "-o", path).code == 0
+    return path
+
+
+def test_several_nodes_get_their_commands(planner: Command, two_node_plan: Path) -> None:
+    """Nothing is started; each node's torchrun command is printed, with the plan's own model."""
+    ended = planner("run", two_node_plan, "--steps", "5")
+    lines = ended.out.splitlines()
+    assert ended.code == 0
+    assert len(lines) == 2
+    for node, line in enumerate(lines):
+        for word in ("torchrun", "--nnodes=2", f"--node-rank={node}", "--model gpt2", "--steps 5", "MASTER_ADDR"):
+            assert word in line
+    assert planner("run", two_node_plan, "--json").json["commands"]
+
+
+def test_local_options_are_refused_for_several_nodes(planner: Command, two_node_plan: Path) -> None:
+    """An option that the printed commands would not honour is refused."""
+    ended = planner("run", two_node_plan, "--metrics", "metrics.jsonl")
+    assert (ended.code, ended.out) == (2, "")
+    assert "--metrics" in ended.err
+
+
+@pytest.mark.torchrun
+def test_the_whole_way(planner: Command, tmp_path: Path) -> None:
+    """Profile, plan, check, run and timeline by their files: training on two ranks does as one process does."""
+    files = {name: tmp_path / f"{name}.json" for name in ("profile", "cluster", "job", "plan", "measured")}
+    journal = tmp_path / "journal.jsonl"
+    words = ("--device", "cpu", "--micro-batch-sizes", "1,2", "--time-budget", "0.1", "--journal", journal)
+    assert planner("profile", SEQUENTIAL, *words, "-o", files["profile"]).code == 0
+    profile = json.loads(files["profile"].read_text())
+    assert {row["source"] for layer in profile["layers"] for row in layer["measurements"]} == {"measured"}
+    assert journal.read_text()
+    cluster = tiny_cluster(devices=2).model_dump(mode="json")
+    cluster["node_groups"][0]["device"] = profile["device_spec"]
+    files["cluster"].write_text(json.dumps(cluster))
+    files["job"].write_text(tiny_job().model_copy(update={"sequence_length": 0}).model_dump_json())
+    question = [word for name in ("profile", "cluster", "job") for word in (f"--{name}", files[name])]
+    fixed = ("--fix", "pipeline_parallel_degree=2")
+    assert planner("plan", *question, *fixed, "-o", files["plan"]).code == 0
+    assert planner("check", files["plan"]).code == 0
+    run = ("--model", SEQUENTIAL, "--steps", "4", "--reference-steps", "2", "--data", "synthetic", "--device", "cpu")
+    ended = planner("run", files["plan"], *run, "-o", files["measured"])
+    assert ended.code == 0, ended.err
+    assert len(read(MeasuredRun, files["measured"]).losses) == 4
+    assert planner("timeline", files["plan"], files["measured"], "-o", tmp_path / "both.html").code == 0

@@ -1,0 +1,65 @@
+"""`planner serve`: settings, start and end."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+from tests.cli.support import Command
+
+SERVE = (sys.executable, "-m", "planner.cli.main", "serve")
+
+
+def test_serves_until_interrupted(tmp_path: Path) -> None:
+    """The service answers on the port it tells, prints its settings with --json, and Ctrl-C ends it in order."""
+    database = tmp_path / "plans.db"
+    command = [*SERVE, "--port", "0", "--database", str(database), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        address = None
+        for line in process.stderr:
+            found = re.search(r"running on (http://\S+)", line)
+            if found:
+                address = found[1]
+                break
+        with urllib.request.urlopen(f"{address}/healthz", timeout=30) as answer:
+            assert answer.status == 200
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert json.loads(out)["database"] == str(database)
+    assert database.exists()
+
+
+def test_a_taken_port_is_a_failure(tmp_path: Path) -> None:
+    """A port that is in use ends with 1 and names it."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        command = [*SERVE, "--port", port, "--database", str(tmp_path / "plans.db")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert f"error: the service could not start on 127.0.0.1:{port}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_wrong_settings(planner: Command, tmp_path: Path) -> None:
+    """A wrong port, an unknown setting and a missing file are refused before anything starts."""
+    config = tmp_path / "planner.toml"
+    config.write_text("prot = 8000")
+    for words, told in (
+        (("--port", "70000"), "port"),
+        (("--config", config), "prot"),
+        (("--config", tmp_path / "absent.toml"), "absent.toml"),
+    ):
+        ended = planner("serve", *words)
+        assert ended.code == 2
+        assert told in ended.err
