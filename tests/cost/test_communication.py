@@ -1,0 +1,131 @@
+"""Collectives against the ring's closed forms, worked by hand: latency 1 us, 10^9 bytes per second inside a node."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.cost.communication import Group, collective_seconds, group_of, ring_seconds, transfer_seconds
+from tests.builders import link
+
+INTRA = link(1e9, 1e-6)
+INTER = link(1e8, 1e-5)
+MEGABYTE = 10**6
+ON_ONE_NODE = Group(ranks=4, nodes=1, ranks_per_node=4)
+ON_TWO_NODES = Group(ranks=8, nodes=2, ranks_per_node=4)
+UNEVEN = Group(ranks=6, nodes=2, ranks_per_node=4)
+
+RING_OF_FOUR = 3 * 1e-6 + 0.75e-3
+"""Three hops, each with a quarter of the megabyte."""
+
+
+def test_ring_is_one_hop_less_than_ranks() -> None:
+    """(L1): n - 1 hops of the n-th part each."""
+    assert ring_seconds(MEGABYTE, 4, INTRA) == pytest.approx(RING_OF_FOUR)
+
+
+def test_ring_of_one_is_free() -> None:
+    """Nobody to talk to takes no time."""
+    assert ring_seconds(MEGABYTE, 1, INTRA) == 0
+
+
+@pytest.mark.parametrize(
+    ("operation", "passes"), [("all_reduce", 2), ("all_gather", 1), ("reduce_scatter", 1), ("all_to_all", 1)]
+)
+def test_passes_round_the_ring(operation: str, passes: int) -> None:
+    """(L2), (L5): an all-reduce is a reduce-scatter and an all-gather."""
+    found = collective_seconds(operation, MEGABYTE, ON_ONE_NODE, INTRA, INTER)
+    assert found == pytest.approx(passes * RING_OF_FOUR)
+
+
+def test_all_reduce_over_nodes_is_hierarchical() -> None:
+    """(L3): a ring of four inside with all bytes, a ring of two between the nodes with a quarter, twice."""
+    inside = RING_OF_FOUR
+    between = 1e-5 + 0.5 * (MEGABYTE / 4) / 1e8
+    found = collective_seconds("all_reduce", MEGABYTE, ON_TWO_NODES, INTRA, INTER)
+    assert found == pytest.approx(2 * (inside + between))
+
+
+def test_one_member_per_node_uses_the_network_only() -> None:
+    """(L3) with k = 1 is the flat ring between the nodes."""
+    found = collective_seconds("all_reduce", MEGABYTE, Group(4, 4, 1), INTRA, INTER)
+    assert found == pytest.approx(2 * (3 * 1e-5 + 0.75 * MEGABYTE / 1e8))
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_uneven_members_run_one_flat_ring(operation: str) -> None:
+    """(L3): six ranks, four on one node and two on the other, all at the slower link."""
+    passes = 2 if operation == "all_reduce" else 1
+    found = collective_seconds(operation, MEGABYTE, UNEVEN, INTRA, INTER)
+    assert found == pytest.approx(passes * (5 * 1e-5 + 5 / 6 * MEGABYTE / 1e8))
+
+
+def test_all_to_all_over_nodes_is_flat() -> None:
+    """(L5): every pair exchanges, so the slowest link counts."""
+    found = collective_seconds("all_to_all", MEGABYTE, ON_TWO_NODES, INTRA, INTER)
+    assert found == pytest.approx(7 * 1e-5 + 7 / 8 * MEGABYTE / 1e8)
+
+
+@pytest.mark.parametrize(("group", "slowest"), [(ON_ONE_NODE, INTRA), (ON_TWO_NODES, INTER)])
+def test_broadcast_is_one_transfer(group: Group, slowest: object) -> None:
+    """(L4): pipelined, so the size counts once."""
+    found = collective_seconds("broadcast", MEGABYTE, group, INTRA, INTER)
+    assert found == transfer_seconds(MEGABYTE, slowest)  # type: ignore[arg-type]
+
+
+def test_transfer() -> None:
+    """(L4): latency and bytes over bandwidth."""
+    assert transfer_seconds(MEGABYTE, INTRA) == pytest.approx(1e-6 + 1e-3)
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "broadcast", "all_to_all"])
+def test_nothing_to_send_is_free(operation: str) -> None:
+    """No bytes, or no partner: no collective is started."""
+    assert collective_seconds(operation, 0, ON_TWO_NODES, INTRA, INTER) == 0
+    assert collective_seconds(operation, MEGABYTE, Group(1, 1, 1), INTRA, INTER) == 0
+
+
+def test_one_link_serves_both_levels() -> None:
+    """A cluster without a link between nodes falls back on the one inside."""
+    found = collective_seconds("all_gather", MEGABYTE, Group(4, 2, 2), INTRA, None)
+    assert found == pytest.approx((1e-6 + 0.5e-3) + (1e-6 + 0.25e-3))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ([0, 1, 2, 3], Group(4, 1, 4)),
+        ([0, 4], Group(2, 2, 1)),
+        ([2, 3, 4, 5], Group(4, 2, 2)),
+        ([1, 2, 3, 4, 5, 6], Group(6, 2, 3)),
+        ([3, 4, 5, 6], Group(4, 2, 3)),
+    ],
+)
+def test_groups_lie_on_nodes_of_four(ranks: list[int], expected: Group) -> None:
+    """Ranks fill the nodes in order, four each."""
+    assert group_of(ranks, 4) == expected
+
+
+def test_even_means_the_same_number_everywhere() -> None:
+    """Three and one are not even, two and two are."""
+    assert group_of([2, 3, 4, 5], 4).is_even
+    assert not group_of([3, 4, 5, 6], 4).is_even
+
+
+sizes = st.integers(1, 10**9)
+
+
+@given(size=sizes, ranks=st.integers(2, 64))
+def test_all_reduce_moves_at_least_its_bytes(size: int, ranks: int) -> None:
+    """No all-reduce beats the bandwidth bound 2 (n - 1) / n S / b (Patarasuk, Yuan 2009, theorem 1)."""
+    bound = 2 * (ranks - 1) / ranks * size / 1e9
+    assert collective_seconds("all_reduce", size, Group(ranks, 1, ranks), INTRA, INTER) >= bound
+
+
+@given(size=sizes, nodes=st.integers(2, 16), per_node=st.integers(1, 8))
+def test_hierarchy_beats_the_flat_ring(size: int, nodes: int, per_node: int) -> None:
+    """Even groups over nodes are no slower than one flat ring at the network's speed."""
+    ranks = nodes * per_node
+    flat = 2 * ring_seconds(size, ranks, INTER)
+    assert collective_seconds("all_reduce", size, Group(ranks, nodes, per_node), INTRA, INTER) <= flat * (1 + 1e-9)

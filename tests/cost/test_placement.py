@@ -1,0 +1,82 @@
+"""Where ranks stand: tensor innermost, pipeline outermost, nodes filled in order."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.cost.communication import Group
+from planner.cost.placement import (
+    boundary_crosses_nodes,
+    global_rank,
+    placement,
+    stage_ranks,
+    widest_data_group,
+    widest_tensor_group,
+)
+from planner.spec.layout import Layout
+from tests.brute_force import place
+
+
+def layout(data: int, tensor: int, pipeline: int) -> Layout:
+    """Degrees."""
+    return Layout(data_parallel_degree=data, tensor_parallel_degree=tensor, pipeline_parallel_degree=pipeline)
+
+
+def test_eight_ranks_by_hand() -> None:
+    """(P1), (P2): 2 x 2 x 2 on two nodes of four: a tensor pair is adjacent, a stage is a node."""
+    rows = placement(layout(2, 2, 2), 4)
+    assert [(row.pipeline, row.data, row.tensor) for row in rows] == [
+        (0, 0, 0),
+        (0, 0, 1),
+        (0, 1, 0),
+        (0, 1, 1),
+        (1, 0, 0),
+        (1, 0, 1),
+        (1, 1, 0),
+        (1, 1, 1),
+    ]
+    assert [(row.node, row.device) for row in rows] == [(rank // 4, rank % 4) for rank in range(8)]
+
+
+degrees = st.integers(1, 4)
+
+
+@given(degrees, degrees, degrees, st.integers(1, 8))
+def test_placement_is_the_grid(data: int, tensor: int, pipeline: int, per_node: int) -> None:
+    """(P1): every coordinate once, in the order of the formula, as the brute force places them."""
+    one = layout(data, tensor, pipeline)
+    rows = placement(one, per_node)
+    assert rows == place(one, per_node)
+    for row in rows:
+        assert row.rank == global_rank(one, pipeline=row.pipeline, data=row.data, tensor=row.tensor)
+        assert row.rank in stage_ranks(one, row.pipeline)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "per_node", "tensor_group", "data_group"),
+    [
+        ((2, 4, 1), 4, Group(4, 1, 4), Group(2, 2, 1)),
+        ((1, 8, 1), 4, Group(8, 2, 4), Group(1, 1, 1)),
+        ((4, 1, 2), 4, Group(1, 1, 1), Group(4, 1, 4)),
+        ((2, 2, 2), 8, Group(2, 1, 2), Group(2, 1, 2)),
+        ((8, 1, 1), 2, Group(1, 1, 1), Group(8, 4, 2)),
+        ((1, 3, 2), 4, Group(3, 2, 2), Group(1, 1, 1)),
+    ],
+)
+def test_widest_groups(degrees: tuple[int, int, int], per_node: int, tensor_group: Group, data_group: Group) -> None:
+    """Of all groups of an axis the one that crosses most nodes counts; in the last row it is ranks 3, 4 and 5."""
+    one = layout(*degrees)
+    assert widest_tensor_group(one, per_node) == tensor_group
+    assert widest_data_group(one, per_node) == data_group
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "data", "per_node", "crossed"),
+    [(4, 1, 4, [False] * 3), (4, 1, 2, [False, True, False]), (2, 4, 4, [True]), (3, 2, 3, [True, True])],
+)
+def test_boundaries_that_leave_the_node(pipeline: int, data: int, per_node: int, crossed: list[bool]) -> None:
+    """A boundary crosses when any rank's peer of the next stage sits on another node."""
+    one = layout(data, 1, pipeline)
+    assert [boundary_crosses_nodes(one, boundary, per_node) for boundary in range(pipeline - 1)] == crossed
