@@ -16,7 +16,7 @@ from planner.errors import DocumentError
 from planner.spec.profile import DataType, Measurement, ModelProfile, RecomputeMode, SharedParameters
 from profiler.catalogue import entry
 from profiler.polynomials import evaluate_layer
-from profiler.quantities import LayerCount, Limits, layer_profiles
+from profiler.quantities import Limits, layer_profiles
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 STORED_TYPE: dict[DataType, str] = {"fp32": "fp32", "bf16": "bf16", "fp16": "bf16"}
@@ -66,13 +66,8 @@ def counted_profile(
 
 def _rows(data: dict[str, Any], kind: str, dtype: str, sizes: list[tuple[int, int, int]]) -> tuple[Measurement, ...]:
     modes: tuple[RecomputeMode, ...] = ("none", "full") if kind in data["recomputable"] else ("none",)
-    counts = [(size, _count(data["counts"][f"{dtype} {size[2]} {kind}"], size[:2])) for size in sizes]
+    counts = [(size, evaluate_layer(data["counts"][f"{dtype} {size[2]} {kind}"], size[:2])) for size in sizes]
     return tuple(count.measurement(*size, mode) for mode in modes for size, count in counts)
-
-
-def _count(fitted: dict[str, Any], size: tuple[int, int]) -> LayerCount:
-    single = size[0] == 1 and "one" in fitted
-    return evaluate_layer(fitted["one" if single else "several"], size)
 
 
 @cache

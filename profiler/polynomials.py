@@ -6,9 +6,6 @@ because kernels work sample by sample (linear in b), and token by token except f
 terms without b are those of weights and of tables that samples share. A maximum over time is no polynomial, so
 `LayerCount` carries its candidates, each of which is one: the greatest is taken after evaluation.
 
-A micro-batch of one sample is special: what is broadcast over the samples needs no sum over them in the backward, so
-other kernels run. It has polynomials of its own, without the terms of b, where they differ.
-
 Coefficients are whole numbers, stored without trailing zeros. Models without a sequence have s = 0: c0 + c1 b is left.
 """
 
@@ -50,19 +47,16 @@ def evaluate(polynomial: Sequence[int], size: Size) -> int:
 
 
 def fit(values: Mapping[Size, int]) -> Polynomial:
-    """The polynomial through these values. Terms that these sizes cannot tell apart (of b, when all have one sample)
-    are left at zero; the first sizes, as many as there are other terms, determine the rest.
+    """The polynomial through these values: the first sizes, as many as there are terms, determine it.
 
     Raises:
         ArithmeticError: no polynomial of the form (1) with whole coefficients takes these values.
     """
     sizes = tuple(values)
-    terms = _terms(sizes)
-    known = list(values.values())[: len(terms)]
-    found = [0] * len(basis(sizes[0]))
-    for term, row in zip(terms, _inverse(sizes[: len(terms)]), strict=True):
-        exact = sum((c * value for c, value in zip(row, known, strict=True)), Fraction())
-        found[term] = int(exact)
+    terms = len(basis(sizes[0]))
+    known = list(values.values())[:terms]
+    rows = _inverse(sizes[:terms])
+    found = [int(sum((c * value for c, value in zip(row, known, strict=True)), Fraction())) for row in rows]
     if any(evaluate(found, size) != value for size, value in values.items()):
         raise ArithmeticError(f"no polynomial with whole coefficients takes the values {dict(values)}")
     while found and found[-1] == 0:
@@ -70,18 +64,11 @@ def fit(values: Mapping[Size, int]) -> Polynomial:
     return tuple(found)
 
 
-def _terms(sizes: tuple[Size, ...]) -> tuple[int, ...]:
-    """Indices of the terms that these sizes tell apart."""
-    every = range(len(basis(sizes[0])))
-    return tuple(every if len({b for b, _ in sizes}) > 1 else every[::2])
-
-
 @cache
 def _inverse(sizes: tuple[Size, ...]) -> tuple[tuple[Fraction, ...], ...]:
     """Inverse of the matrix of basis vectors, by Gauss-Jordan elimination over the rationals."""
-    terms = _terms(sizes)
-    width = len(terms)
-    rows = [[Fraction(basis(size)[term]) for term in terms] for size in sizes]
+    width = len(sizes)
+    rows = [[Fraction(value) for value in basis(size)] for size in sizes]
     rows = [row + [Fraction(int(i == j)) for j in range(width)] for i, row in enumerate(rows)]
     for column in range(width):
         pivot = next((i for i in range(column, width) if rows[i][column]), None)

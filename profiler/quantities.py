@@ -12,6 +12,9 @@ from planner.spec.profile import Collective, CollectiveName, LayerProfile, Measu
 SHORTEST_SEQUENCE = 2
 """Tokens: the first one has nothing to be predicted from."""
 
+SHORTEST_SEQUENCE = 2
+"""Tokens: the first one has nothing to be predicted from."""
+
 KernelKind = Literal["matmul", "attention", "convolution", "memory"]
 
 
@@ -155,13 +158,12 @@ class Limits:
             )
 
     def _check_sequence(self, sequence_length: int) -> None:
-        if self.takes_tokens and sequence_length < 1:
+        if self.takes_tokens and sequence_length < SHORTEST_SEQUENCE:
+            most = self.longest_sequence or "any number of"
             raise DocumentError(
-                f"{self.model} takes tokens, and a sequence of {sequence_length} is none.",
+                f"{self.model} takes tokens, and {sequence_length} of them are no sequence to learn from.",
                 field="sequence_length",
-                mend=f"give 1 to {self.longest_sequence} tokens."
-                if self.longest_sequence
-                else "give at least 1 token.",
+                mend=f"give {SHORTEST_SEQUENCE} to {most} tokens.",
             )
         if not self.takes_tokens and sequence_length != 0:
             raise DocumentError(

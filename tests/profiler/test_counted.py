@@ -1,0 +1,93 @@
+"""The stored polynomials equal a fresh count, at sizes they were not fitted to, and need no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from planner.errors import DocumentError, UnknownNameError
+from profiler import catalogue, counted
+from profiler.count import profile
+from profiler.models import load_model
+
+
+@pytest.mark.parametrize(
+    ("name", "sequence_length", "dtype", "degrees"),
+    [
+        ("gpt2", 96, "bf16", (1,)),
+        ("bert-large", 96, "fp32", (1,)),
+        ("resnet-50", 0, "fp32", (1,)),
+        ("llama-3.1-8b", 96, "bf16", (1, 2)),
+        ("llama-2-7b", 97, "fp16", (2,)),
+        ("gpt3-175b", 2048, "bf16", (1, 8)),
+        ("qwen3-8b", 40, "fp32", (8,)),
+    ],
+)
+def test_stored_counts_equal_a_fresh_count(name: str, sequence_length: int, dtype, degrees: tuple[int, ...]):
+    """The whole profile is the same document, evaluated or counted, for one sample and for three."""
+    sizes = {"sequence_length": sequence_length, "micro_batch_sizes": (1, 3), "tensor_parallel_degrees": degrees}
+    assert counted.counted_profile(name, dtype=dtype, **sizes) == profile(load_model(name), dtype=dtype, **sizes)
+
+
+@pytest.mark.parametrize("name", catalogue.names())
+def test_every_catalogue_model_is_counted(name: str):
+    """All entries have stored counts of the same parameters, for all degrees by default."""
+    entry = catalogue.entry(name)
+    found = counted.counted_profile(name, sequence_length=min(entry.longest_sequence, 512), micro_batch_sizes=(1, 2))
+    shared = sum(each.parameters * (len(each.layers) - 1) for each in found.shared_parameters)
+    assert sum(layer.parameters for layer in found.layers) - shared == entry.parameters
+    degrees = {row.tensor_parallel_degree for row in found.layers[1].measurements}
+    assert degrees == set(load_model(name).tensor_parallel_degrees())
+
+
+def test_blocks_share_their_rows():
+    """Identical layers hold the very same tuple, so that pricing and search can tell."""
+    found = counted.counted_profile("llama-3.1-405b", sequence_length=8192)
+    assert len({id(layer.measurements) for layer in found.layers}) == 3
+    assert len(found.layers) == 128
+
+
+def test_evaluation_needs_no_torch():
+    """A fresh interpreter plans for a catalogue model without loading torch or transformers."""
+    code = (
+        "import sys; from profiler.counted import counted_profile as c; c('llama-3.1-70b', sequence_length=4096); "
+        "print('torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "field"),
+    [
+        ("gpt2", {"sequence_length": 0}, "sequence_length"),
+        ("gpt2", {"sequence_length": 1025}, "sequence_length"),
+        ("resnet-50", {"sequence_length": 128}, "sequence_length"),
+        ("gpt2", {"sequence_length": 64, "tensor_parallel_degrees": (2,)}, "tensor_parallel_degrees"),
+        ("gpt2", {"sequence_length": 64, "micro_batch_sizes": (0,)}, "micro_batch_sizes"),
+    ],
+)
+def test_sizes_that_the_model_does_not_take_are_refused(name: str, sizes: dict, field: str):
+    """The same refusals as when counting with torch."""
+    with pytest.raises(DocumentError) as caught:
+        counted.counted_profile(name, **sizes)
+    assert caught.value.problems[0].field == field
+    with pytest.raises(DocumentError) as fresh:
+        profile(load_model(name), **{"micro_batch_sizes": (1,), **sizes})
+    assert fresh.value.problems == caught.value.problems
+
+
+def test_unknown_models_are_refused():
+    """A name without an entry is refused as everywhere."""
+    with pytest.raises(UnknownNameError, match="did you mean gpt2"):
+        counted.counted_profile("gpt2-small", sequence_length=64)
+
+
+def test_write_stores_what_is_evaluated(tmp_path):
+    """The generator's file is the one in the catalogue: counting again changes nothing."""
+    from profiler.counted_write import write
+
+    stored = counted.files("profiler.catalogue").joinpath("counted", "gpt2.json").read_text(encoding="utf-8")
+    assert write("gpt2", tmp_path).read_text(encoding="utf-8") == stored

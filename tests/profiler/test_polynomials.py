@@ -1,0 +1,88 @@
+"""Fitting recovers polynomials exactly, and refuses what is none."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from profiler.polynomials import evaluate, evaluate_layer, fit, fit_layer, undominated
+from profiler.quantities import Exchange, Kernel, LayerCount
+
+SIZES = (*product((2, 3), (16, 32, 80)), (1, 48), (5, 23))
+COEFFICIENTS = st.lists(st.integers(-(10**12), 10**12), min_size=6, max_size=6)
+POINTS = st.tuples(st.integers(1, 512), st.integers(2, 131072))
+
+
+@given(COEFFICIENTS, POINTS)
+def test_fit_recovers_every_polynomial(coefficients: list[int], point: tuple[int, int]):
+    """Six values determine the polynomial; it is right at sizes never seen."""
+    found = fit({size: evaluate(coefficients, size) for size in SIZES})
+    assert evaluate(found, point) == evaluate(coefficients, point)
+    assert not found or found[-1] != 0
+
+
+@given(st.integers(-(10**12), 10**12), st.integers(-(10**12), 10**12), st.integers(1, 512))
+def test_without_a_sequence_two_values_suffice(constant: int, slope: int, samples: int):
+    """Models without a sequence have constant and per-sample terms only."""
+    found = fit({(b, 0): constant + slope * b for b in (2, 3, 7)})
+    assert evaluate(found, (samples, 0)) == constant + slope * samples
+
+
+@pytest.mark.parametrize("function", [lambda b, s: b * s // 3, lambda b, s: b * b, lambda b, s: max(b * s, 64)])
+def test_other_functions_are_refused(function):
+    """Rounding, squares of the micro-batch and maxima lie on no such polynomial."""
+    with pytest.raises(ArithmeticError, match="no polynomial"):
+        fit({size: function(*size) for size in SIZES})
+
+
+def test_sizes_that_determine_nothing_are_refused():
+    """Five different sizes at one micro-batch size leave terms open."""
+    with pytest.raises(ArithmeticError, match="do not determine"):
+        fit({(2, s): s for s in range(2, 8)})
+
+
+@given(st.lists(COEFFICIENTS.map(tuple), min_size=1, max_size=6), POINTS)
+def test_dropping_dominated_candidates_keeps_the_maximum(candidates: list[tuple[int, ...]], point: tuple[int, int]):
+    """The greatest candidate at any size is among those that are kept."""
+    kept = undominated(candidates)
+    assert max(evaluate(each, point) for each in kept) == max(evaluate(each, point) for each in candidates)
+
+
+def _layer(b: int, s: int) -> LayerCount:
+    return LayerCount(
+        forward_flops=2 * b * s,
+        backward_input_flops=3 * b * s * s,
+        backward_weight_flops=7,
+        kept_bytes=b,
+        input_bytes=4 * b * s,
+        output_bytes=4 * b * s,
+        temporaries=(100, b * s, b * s * s),
+        recompute_temporaries=(50, 2 * b * s),
+        local_parameters=9,
+        kernels=(Kernel("matmul", 2 * b * s, b * s, m=b * s, n=1, k=1), Kernel("memory", 0, 8 * b * s)),
+        exchanges=(Exchange("forward", "all_reduce", 4 * b * s),),
+    )
+
+
+@given(POINTS)
+def test_a_fitted_layer_gives_the_same_row(point: tuple[int, int]):
+    """A layer's row, maxima included, is the same from its polynomials as from itself."""
+    data = fit_layer({size: _layer(*size) for size in SIZES})
+    for mode in ("none", "full"):
+        expected = _layer(*point).measurement(*point, 1, mode)
+        assert evaluate_layer(data, point).measurement(*point, 1, mode) == expected
+
+
+def test_layers_that_run_other_kernels_are_refused():
+    """Polynomials would be meaningless if another size runs other operations."""
+    counts = {size: _layer(*size) for size in SIZES}
+    counts[5, 23] = LayerCount(**{**_fields(counts[5, 23]), "kernels": ()})
+    with pytest.raises(ArithmeticError, match="other operations"):
+        fit_layer(counts)
+
+
+def _fields(count: LayerCount) -> dict:
+    return {name: getattr(count, name) for name in LayerCount.__dataclass_fields__}

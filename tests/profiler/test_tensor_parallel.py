@@ -1,0 +1,136 @@
+"""Shards by shape against what torch's parallelize_module leaves on a rank."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from planner.errors import UnsupportedError
+from profiler import tensor_parallel
+from profiler.count import count
+from profiler.models import load_model
+from profiler.shard import shard
+
+STYLES = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+}
+
+
+@pytest.fixture
+def two_ranks():
+    """A mesh of two ranks in this one process: collectives do nothing, shapes are right."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
+@pytest.mark.parametrize("index", [1, 4], ids=["block", "head"])
+def test_shard_is_what_parallelize_module_holds(family: str, index: int, two_ranks, write_config):
+    """Every parameter of the shard has the shape of the DTensor's local part."""
+    source = load_model(write_config(family))
+    cut, styles = source.cut(), tensor_parallel.plan(source)
+    ours = cut.stage(source.build_on_meta(), index, index + 1)
+    shard(ours, tensor_parallel.split_modules(ours, styles), 2)
+    theirs = cut.stage(source.build(), index, index + 1)
+    for name, style in tensor_parallel.split_modules(theirs, styles).items():
+        if style in STYLES:
+            parallelize_module(theirs.get_submodule(name), two_ranks, STYLES[style](), src_data_rank=None)
+    expected = {name: tuple(_local(value).shape) for name, value in theirs.named_parameters()}
+    assert {name: tuple(value.shape) for name, value in ours.named_parameters()} == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_shard_keeps_what_distributed_tensors_keep(family: str, two_ranks, write_config):
+    """The activation bytes of a block are those that autograd keeps of a block of DTensors, to the byte."""
+    source = load_model(write_config(family))
+    row = count(source, micro_batch_size=3, sequence_length=20, tensor_parallel_degree=2)
+    block = source.cut().stage(source.build(), 1, 2)
+    tensor_parallel.set_local_heads(block, 2)
+    for name, style in tensor_parallel.split_modules(block, tensor_parallel.plan(source)).items():
+        parallelize_module(block.get_submodule(name), two_ranks, STYLES[style](), src_data_rank=None)
+    saved: list[weakref.ref] = []
+    owned = {id(_local(value).untyped_storage()) for value in block.parameters()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(weakref.ref(_local(tensor).untyped_storage()))
+        return tensor
+
+    hidden = torch.randn(3, 20, 32, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = block(hidden)
+    assert output.shape == hidden.shape
+    storages = {id(storage): storage for reference in saved if (storage := reference()) is not None}
+    kept = sum(storage.nbytes() for key, storage in storages.items() if key not in owned)
+    tables = 2 * 20 * 8 * 4 if family == "llama" else 0  # sine and cosine, once per stage
+    random_state = 24  # of the CUDA kernel
+    (kind,) = (layer.kind for layer in source.cut().layers[1:2])
+    assert row[kind].activation_bytes - random_state + tables == kept
+
+
+def test_collectives_are_those_of_column_and_row(write_config):
+    """Attention and feed-forward each sum their output forward and their input's gradient backward."""
+    rows = count(load_model(write_config("llama")), micro_batch_size=3, sequence_length=20, tensor_parallel_degree=2)
+    hidden, logits = 3 * 20 * 32 * 4, 3 * 20 * 96 * 4
+    found = {(each.phase, each.operation, each.bytes, each.count) for each in rows["LlamaDecoderLayer"].collectives}
+    assert found == {("forward", "all_reduce", hidden, 2), ("backward", "all_reduce", hidden, 2)}
+    head = {(each.phase, each.operation, each.bytes, each.count) for each in rows["head"].collectives}
+    assert head == {("forward", "all_gather", logits, 1), ("backward", "all_reduce", hidden, 1)}
+    assert rows["embedding"].collectives == ()
+
+
+def test_norms_of_single_heads_sum_their_gradients(write_config):
+    """Qwen3's q_norm and k_norm see only this rank's heads: their small gradients are summed too."""
+    rows = count(load_model(write_config("qwen3")), micro_batch_size=3, sequence_length=20, tensor_parallel_degree=2)
+    small = [each for each in rows["Qwen3DecoderLayer"].collectives if each.bytes == 8 * 4]
+    assert [(each.phase, each.operation, each.count) for each in small] == [("backward", "all_reduce", 2)]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "expected"),
+    [
+        ("llama", {}, (1, 2)),
+        ("llama", {"num_key_value_heads": 4}, (1, 2, 4)),
+        ("llama", {"num_key_value_heads": 4, "intermediate_size": 50}, (1, 2)),
+        ("llama", {"num_key_value_heads": 1}, (1,)),
+        ("llama", {"num_key_value_heads": 4, "vocab_size": 98}, (1, 2)),
+        ("llama", {"num_key_value_heads": 4, "vocab_size": 98, "tie_word_embeddings": True}, (1, 2, 4)),
+        ("opt", {}, (1, 2, 4)),
+        ("gpt2", {}, (1,)),
+    ],
+)
+def test_degrees_divide_all_that_is_split(family: str, changes: dict, expected: tuple[int, ...], write_config):
+    """Heads, key-value heads, widths and a split vocabulary limit the degree; a model without a plan has degree 1."""
+    assert load_model(write_config(family, **changes)).tensor_parallel_degrees() == expected
+
+
+def test_tied_head_stays_whole(write_config):
+    """Splitting the head but not the embedding it shares its weight with would tear them apart."""
+    assert "lm_head" in tensor_parallel.plan(load_model(write_config("llama")))
+    assert "lm_head" not in tensor_parallel.plan(load_model(write_config("llama", tie_word_embeddings=True)))
+
+
+def test_plan_with_unknown_styles_is_not_used(write_config):
+    """A mixture of experts has styles that are not known here: half of its plan would be wrong."""
+    source = load_model(write_config("llama", model_type="mixtral", num_local_experts=2, num_experts_per_tok=1))
+    assert tensor_parallel.plan(source) == {}
+    assert source.tensor_parallel_degrees() == (1,)
+
+
+def test_split_of_another_module_is_refused():
+    """Only linear layers can be cut by shape."""
+    with pytest.raises(UnsupportedError, match="LayerNorm"):
+        shard(torch.nn.Sequential(torch.nn.LayerNorm(4)), {"0": "colwise"}, 2)
