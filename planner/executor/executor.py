@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from planner.errors import MismatchError, RunError
+from planner.errors import DocumentError, MismatchError, RunError
 from planner.executor.build import boundaries, build_rank, stage_ranges
 from planner.executor.data import DataSpec, load_dataset
 from planner.executor.loss import load_loss
@@ -94,7 +94,7 @@ class Executor:
             on_step: called on rank 0 after every step.
         """
         if steps < 1:
-            raise RunError(f"cannot train {steps} steps.", field="steps", mend="give a whole number of at least 1.")
+            raise DocumentError(f"cannot be {steps}.", field="steps", mend="give a whole number of at least 1.")
         reset_peak(self.device)
         with _reporter(self.mesh.rank == 0, metrics, on_step) as report:
             records = self._trainer.train(steps, report)
@@ -168,11 +168,10 @@ def _join(device: torch.device, timeout_seconds: float) -> bool:
     """Make the default process group unless the script has made one."""
     if dist.is_initialized():
         return False
-    if "RANK" not in os.environ:
-        os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"})
     backend = "nccl" if device.type == "cuda" else "gloo"
     bound = device if device.type == "cuda" else None
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), device_id=bound)
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), device_id=bound, **alone)
     return True
 
 

@@ -176,14 +176,14 @@ def _failure(folder: Path) -> PlannerError:
 @contextmanager
 def _started(command: list[str], environment: dict[str, str], stderr: Path) -> Iterator[subprocess.Popen[str]]:
     """A running child whose end is awaited; interrupted, it is told to stop, and torchrun stops its workers."""
-    with stderr.open("w", encoding="utf-8") as errors:
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+    with (
+        stderr.open("w", encoding="utf-8") as errors,
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
         try:
             yield process
-            process.wait()
         except BaseException:
             process.terminate()
-            process.wait()
             raise
 
 
@@ -213,7 +213,9 @@ def _reference(path: Path, settings: RunSettings, steps: int, plan: Plan, log: L
     with tempfile.TemporaryDirectory(prefix="planner-reference-") as name:
         folder = Path(name)
         command += ["--reference-steps", str(steps), "--failures", name]
-        with _started(command, dict(os.environ), folder / "stderr.txt") as process:
+        # Threads that spin while they wait take the core from one that works, where cores are shared.
+        environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+        with _started(command, environment, folder / "stderr.txt") as process:
             assert process.stdout is not None
             text = process.stdout.read()
         if process.returncode != 0:

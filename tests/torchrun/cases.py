@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from planner.executor import Executor
+from planner.executor.materialise import materialise
 from planner.executor.reference import train_reference
+from profiler.models import ModelSource
 from tests.executor.plans import make_plan, source_of
 
 STEPS = 6
@@ -29,6 +31,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     clip: float | None = None
     steps: int = STEPS
+    learning_rate: float = 3e-4
 
 
 TWO_RANKS = {
@@ -37,9 +40,15 @@ TWO_RANKS = {
     "pp2-tied-dropout": Case("gpt2", (4, 2), {"micro_batch_size": 2, "recompute": frozenset({2, 4})}, clip=0.5),
     "dp2": Case("gpt2", (6,), {"data": 2, "micro_batches": 2}),
     "tp2": Case("llama", (6,), {"tensor": 2}, clip=0.5),
-    "tp2-partial-gradients": Case("qwen3", (6,), {"tensor": 2, "micro_batches": 2}),
-    "pp2-sequential": Case("mlp", (1, 5), {"sequence_length": 0, "micro_batch_size": 2, "optimizer": "momentum"}),
-    "one-step": Case("gpt2", (3, 3), {"optimizer": "sgd"}, steps=1),
+    "tp2-partial-gradients": Case(
+        "qwen3", (6,), {"tensor": 2, "micro_batches": 2, "optimizer": "momentum"}, learning_rate=0.05
+    ),
+    "pp2-sequential": Case(
+        "mlp", (1, 5), {"sequence_length": 0, "micro_batch_size": 2, "optimizer": "momentum"}, learning_rate=0.05
+    ),
+    # One step of plain SGD with rate 1 moves every parameter by its gradient.
+    "gradients": Case("gpt2", (3, 3), {"optimizer": "sgd"}, steps=1, learning_rate=1.0),
+    "gradients-tp2": Case("qwen3", (6,), {"tensor": 2, "optimizer": "sgd"}, steps=1, learning_rate=1.0),
 }
 FOUR_RANKS = {
     "pp4": Case("gpt2", (1, 1, 2, 2)),
@@ -57,7 +66,9 @@ def run(case: Case) -> dict[str, float]:
     names = [layer.name for layer in source.cut().layers]
     plan = make_plan(names, case.sizes, **case.options)
     data = "synthetic" if case.model == "mlp" else "stdlib"
-    settings: dict[str, Any] = {"data": data, "seed": 5, "learning_rate": 1e-3, "max_gradient_norm": case.clip}
+    settings: dict[str, Any] = {"data": data, "seed": 5, "max_gradient_norm": case.clip}
+    settings["learning_rate"] = case.learning_rate
+    start = {name: value.clone() for name, value in initial_parameters(source, settings["seed"]).items()}
     executor = Executor(plan, source, device="cpu", timeout_seconds=60, **settings)
     measured = executor.train(case.steps)
     values = _whole(executor.part.module)
@@ -70,9 +81,15 @@ def run(case: Case) -> dict[str, float]:
     return {
         "loss": max(abs(left - right) for left, right in pairs),
         "parameters": worst,
-        "fall": expected.losses[0] - expected.losses[-1],
+        "moved": max(float((wanted[name].detach() - start[name]).abs().max()) for name in wanted),
         "names": sorted(values) == sorted(wanted),
     }
+
+
+def initial_parameters(source: ModelSource, seed: int) -> dict[str, torch.Tensor]:
+    """The whole model's parameters before the first step."""
+    whole = materialise(source, lambda model: model, device=torch.device("cpu"), seed=seed)
+    return {name: value.detach() for name, value in whole.named_parameters(remove_duplicate=False)}
 
 
 def _whole(module: torch.nn.Module) -> dict[str, torch.Tensor]:

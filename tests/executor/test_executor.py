@@ -1,0 +1,177 @@
+"""The executor on one rank, in this process: errors, precision, reports."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from planner.errors import DocumentError, LayoutError, MismatchError, RunError, ScheduleError
+from planner.executor import Executor
+from planner.executor.reference import train_reference
+from planner.spec import LayerProfile, Measurement, ModelProfile, Plan
+from planner.spec.recipes import recipe
+from profiler.models import ModelSource
+from tests.executor.plans import make_plan, source_of
+
+
+@pytest.fixture(autouse=True)
+def _leave_no_group() -> Iterator[None]:
+    """The process group of one test must not reach the next."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def gpt2(tmp_path: Path) -> ModelSource:
+    """The tiny GPT-2."""
+    return source_of("gpt2", tmp_path)
+
+
+def _plan(source: ModelSource, **options: Any) -> Plan:
+    return make_plan([layer.name for layer in source.cut().layers], **options)
+
+
+def test_one_rank_is_gradient_accumulation(gpt2: ModelSource) -> None:
+    """A plan without parallelism goes the same way, and trains like the plain loop."""
+    plan = _plan(gpt2, micro_batches=3)
+    executor = Executor(plan, gpt2, device="cpu", seed=1)
+    measured = executor.train(3)
+    expected = train_reference(plan, gpt2, steps=3, seed=1)
+    assert measured.losses == pytest.approx(expected.losses, abs=1e-6)
+    executor.close()
+    assert not dist.is_initialized()
+
+
+def test_same_seed_same_numbers(gpt2: ModelSource) -> None:
+    """A run can be repeated exactly, and another seed is another run."""
+    plan = _plan(gpt2)
+    losses = []
+    for seed in (1, 1, 2):
+        executor = Executor(plan, gpt2, device="cpu", seed=seed)
+        losses.append(executor.train(2).losses)
+        executor.close()
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_mixed_precision_follows_fp32_within_its_resolution(gpt2: ModelSource) -> None:
+    """bf16-mixed holds 2 + 2 + 12 bytes per element, and its losses are those of fp32 up to bf16's three digits."""
+    plan = _plan(gpt2, precision="bf16-mixed", micro_batch_size=2, recompute=frozenset({2}))
+    measured = Executor(plan, gpt2, device="cpu", seed=1).train(4)
+    exact = train_reference(_plan(gpt2, micro_batch_size=2), gpt2, steps=4, seed=1)
+    assert measured.losses == pytest.approx(exact.losses, abs=0.02)
+    rank, expected = measured.ranks[0], recipe("bf16-mixed", "adamw")
+    assert rank.parameters_bytes == expected.parameter_bytes * rank.parameters
+    assert rank.gradients_bytes == expected.gradient_bytes * rank.parameters
+    assert rank.optimizer_bytes == pytest.approx(expected.optimizer_bytes * rank.parameters, rel=0.01)
+
+
+def test_report_says_what_happened(gpt2: ModelSource, tmp_path: Path) -> None:
+    """Steps, rates, memory and every action of the schedule, and one metrics line per step."""
+    plan = _plan(gpt2, micro_batches=3)
+    metrics = tmp_path / "metrics.jsonl"
+    seen = []
+    measured = Executor(plan, gpt2, device="cpu").train(4, metrics=metrics, on_step=seen.append)
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert [line["loss"] for line in lines] == list(measured.losses) == [each.loss for each in seen]
+    assert measured.plan_id == plan.id
+    assert measured.steps == len(measured.step_seconds) == 4
+    assert min(measured.step_seconds[2:]) <= measured.median_step_seconds <= max(measured.step_seconds[2:])
+    assert measured.tokens_per_second == pytest.approx(3 * 16 / measured.median_step_seconds)
+    parameters = sum(value.numel() for value in gpt2.build_on_meta().parameters())
+    assert measured.ranks[0].parameters == parameters
+    assert measured.ranks[0].peak_bytes > 16 * parameters
+    assert [action.action for action in measured.actions] == [*plan.actions[0], "optimizer"]
+    marks = [mark for action in measured.actions for mark in (action.start_seconds, action.end_seconds)]
+    assert marks == sorted(marks)
+    assert 0 <= marks[0] < marks[-1] <= measured.step_seconds[2] + measured.step_seconds[3]
+
+
+def test_wrong_number_of_processes_is_refused(gpt2: ModelSource) -> None:
+    """Both numbers stand in the error."""
+    with pytest.raises(LayoutError, match="WORLD_SIZE is 1, but the plan places 2 ranks"):
+        Executor(_plan(gpt2, sizes=(3, 3)), gpt2)
+
+
+def test_plan_of_another_model_is_refused(gpt2: ModelSource, tmp_path: Path) -> None:
+    """Told by the layers' names, and by the digest of the profile where the plan carries one."""
+    llama = source_of("llama", tmp_path)
+    with pytest.raises(
+        MismatchError, match=r"position 1 the plan has transformer\.h\.0, the model model\.layers\.0"
+    ):
+        Executor(_plan(gpt2), llama)
+    fewer = make_plan([layer.name for layer in gpt2.cut().layers][:-1])
+    with pytest.raises(MismatchError, match="at position 5 the plan has no layer, the model head"):
+        Executor(fewer, gpt2)
+    plan = _plan(gpt2)
+    other = plan.model_copy(update={"request": plan.request.model_copy(update={"profile": _profile("f" * 64)})})
+    with pytest.raises(MismatchError, match="made from a profile of another"):
+        Executor(other, gpt2)
+    named = plan.model_copy(update={"request": plan.request.model_copy(update={"model": "llama-2-7b"})})
+    with pytest.raises(MismatchError, match="was made for llama-2-7b, not for gpt2"):
+        Executor(named, gpt2)
+
+
+def _profile(digest: str) -> ModelProfile:
+    costs = dict.fromkeys(("forward_flops", "backward_input_flops", "backward_weight_flops", "activation_bytes"), 1)
+    row = Measurement(
+        micro_batch_size=1, sequence_length=1, output_bytes=1, temporary_bytes=1, source="counted", **costs
+    )
+    layer = LayerProfile(name="a", kind="a", parameters=1, measurements=(row,))
+    return ModelProfile(model="another", device="counted", model_digest=digest, layers=(layer,))
+
+
+def test_degree_that_does_not_divide_is_refused(gpt2: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPT-2 has no tensor-parallel plan, so that only degree 1 is left."""
+    from planner.executor.build import tensor_styles
+
+    with pytest.raises(LayoutError, match="gpt2 cannot be tensor-parallel by 2"):
+        tensor_styles(gpt2.build_on_meta(), gpt2, 2)
+
+
+def test_schedule_that_torch_refuses_is_named(gpt2: ModelSource) -> None:
+    """A backward before its forward never starts."""
+    plan = _plan(gpt2, micro_batches=1)
+    broken = plan.model_copy(update={"actions": (("0B0", "0F0"),)})
+    with pytest.raises(ScheduleError, match="torch refuses the schedule"):
+        Executor(broken, gpt2)
+
+
+def test_schedule_is_built_when_the_plan_lists_no_actions(gpt2: ModelSource) -> None:
+    """The schedule's name is enough."""
+    plan = _plan(gpt2, schedule="gpipe", micro_batches=2).model_copy(update={"actions": ()})
+    measured = Executor(plan, gpt2, device="cpu").train(1)
+    assert [action.action for action in measured.actions] == ["0F0", "0F1", "0B0", "0B1", "optimizer"]
+
+
+def nan_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Never a number."""
+    return logits.mean() * math.nan
+
+
+def test_broken_runs_stop(gpt2: ModelSource) -> None:
+    """A loss that is no number, no steps, and a device that is not there."""
+    plan = _plan(gpt2)
+    with pytest.raises(RunError, match="the loss of step 0 is not a number"):
+        Executor(plan, gpt2, device="cpu", loss=f"{__name__}:nan_loss").train(2)
+    with pytest.raises(DocumentError, match="cannot be 0"):
+        Executor(plan, gpt2, device="cpu").train(0)
+    with pytest.raises(RunError, match="no device 'tpu'"):
+        Executor(plan, gpt2, device="tpu")
+
+
+def test_images_are_classified() -> None:
+    """A model without a sequence trains on the synthetic set with the classification loss."""
+    source = source_of("mlp", Path())
+    plan = _plan(source, sequence_length=0, micro_batch_size=2)
+    measured = Executor(plan, source, data="synthetic", device="cpu").train(2)
+    assert measured.losses[0] == pytest.approx(math.log(5), abs=0.3)
+    assert measured.tokens_per_second == pytest.approx(8 / measured.median_step_seconds)

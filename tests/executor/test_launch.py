@@ -1,0 +1,115 @@
+"""What the launcher says and does without starting anything."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.errors import DocumentError, LayoutError, MismatchError, PlannerError, RunError, UnsupportedError
+from planner.executor.failure import read_failure, write_failure
+from planner.executor.launch import commands, nodes, run_plan
+from planner.executor.settings import RunSettings
+from planner.spec import Plan
+from tests.executor.plans import make_plan, source_of
+
+
+def _on_two_nodes() -> Plan:
+    plan = make_plan(("a", "b"), (1, 1), data=2)
+    rows = tuple(row.model_copy(update={"node": row.rank // 2, "device": row.rank % 2}) for row in plan.placement)
+    return plan.model_copy(update={"placement": rows})
+
+
+def test_every_node_gets_its_command() -> None:
+    """Same worker, own node rank; the shell fills in the address."""
+    lines = commands(_on_two_nodes(), "my plan.json", model="gpt2", steps=5, seed=3)
+    assert len(lines) == nodes(_on_two_nodes()) == 2
+    for rank, line in enumerate(lines):
+        words = shlex.split(line)
+        assert words[:4] == ["torchrun", "--nnodes=2", f"--node-rank={rank}", "--nproc-per-node=2"]
+        assert '--master-addr="$MASTER_ADDR"' in line
+        assert words[words.index("planner.executor.worker") + 1] == "my plan.json"
+        assert words[words.index("--seed") + 1] == "3"
+
+
+def test_ranks_that_torchrun_would_number_otherwise_are_refused() -> None:
+    """torchrun counts node by node."""
+    plan = _on_two_nodes()
+    rows = tuple(row.model_copy(update={"node": 1 - row.node}) for row in plan.placement)
+    with pytest.raises(LayoutError, match="node by node"):
+        commands(plan.model_copy(update={"placement": rows}), "plan.json", model="gpt2")
+
+
+def test_several_nodes_are_not_started_here() -> None:
+    """The error says where to find the commands."""
+    with pytest.raises(UnsupportedError, match="needs 2 nodes"):
+        run_plan(_on_two_nodes(), model="gpt2")
+
+
+def test_plan_of_another_model_does_not_start(tmp_path: Path) -> None:
+    """Checked before any process is started."""
+    source_of("gpt2", tmp_path)
+    with pytest.raises(MismatchError):
+        run_plan(make_plan(("a", "b"), (1, 1)), model=str(tmp_path / "gpt2.json"))
+
+
+@given(
+    steps=st.integers(1, 10**6),
+    seed=st.integers(0, 2**63),
+    rate=st.floats(1e-12, 10),
+    clip=st.none() | st.floats(1e-6, 1e6),
+    loss=st.none() | st.just("package.module:function"),
+)
+def test_settings_survive_the_command_line(
+    steps: int, seed: int, rate: float, clip: float | None, loss: str | None
+) -> None:
+    """The worker parses exactly what the launcher was given."""
+    settings = RunSettings(model="m", steps=steps, seed=seed, learning_rate=rate, max_gradient_norm=clip, loss=loss)
+    parser = argparse.ArgumentParser()
+    RunSettings.add_arguments(parser)
+    assert RunSettings.from_arguments(parser.parse_args(settings.to_arguments())) == settings
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("steps", 0), ("seed", -1), ("learning_rate", 0.0), ("learning_rate", float("nan")), ("max_gradient_norm", -1.0)],
+)
+def test_settings_out_of_range_are_refused(field: str, value: float) -> None:
+    """The error names the field."""
+    with pytest.raises(DocumentError) as caught:
+        RunSettings(model="gpt2", **{field: value})
+    assert caught.value.problems[0].field == field
+
+
+def test_error_raised_on_purpose_comes_back_as_it_was(tmp_path: Path) -> None:
+    """Class, field and mend cross the process boundary, and win over neighbours that only lost their peer."""
+    write_failure(tmp_path, 0, RuntimeError("connection closed by peer"))
+    write_failure(tmp_path, 1, LayoutError("seven is odd.", field="layout", mend="use eight."))
+    error = read_failure(tmp_path, "")
+    assert type(error) is LayoutError
+    assert error.problems[0].mend == "use eight."
+
+
+def test_first_of_unexpected_errors_is_told(tmp_path: Path) -> None:
+    """With its rank and the end of its traceback."""
+    for rank, seconds in [(0, 20.0), (3, 10.0)]:
+        report = {"rank": rank, "seconds": seconds, "kind": "KeyError", "problems": [], "text": f"KeyError: {rank}"}
+        (tmp_path / f"rank-{rank}.json").write_text(json.dumps(report))
+    error = read_failure(tmp_path, "")
+    assert isinstance(error, RunError)
+    assert "rank 3 failed first:\nKeyError: 3" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("stderr", "message"),
+    [("exitcode  : -9 (pid: 7)", "killed \\(signal 9\\), as systems do when memory runs out"), ("no port", "no port")],
+)
+def test_failure_without_a_report_is_read_from_torchrun(tmp_path: Path, stderr: str, message: str) -> None:
+    """A killed rank writes nothing; torchrun tells the signal."""
+    with pytest.raises(PlannerError, match=message):
+        raise read_failure(tmp_path, stderr)

@@ -1,0 +1,40 @@
+"""Losses against their definitions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from planner.errors import DocumentError
+from planner.executor.loss import classification, load_loss, next_token
+
+
+def test_next_token_is_the_mean_over_all_predicted_tokens() -> None:
+    """Shifted targets give what shifted logits give: every token but the first, given those before it."""
+    torch.manual_seed(0)
+    logits, tokens = torch.randn(3, 5, 7), torch.randint(7, (3, 5))
+    terms = [functional.cross_entropy(logits[b, i], tokens[b, i + 1]) for b in range(3) for i in range(4)]
+    assert torch.allclose(next_token(logits, tokens), torch.stack(terms).mean())
+
+
+def test_mean_over_equal_micro_batches_is_that_of_the_batch() -> None:
+    """What the pipeline relies on when it averages micro-batches."""
+    torch.manual_seed(0)
+    logits, tokens = torch.randn(6, 5, 7), torch.randint(7, (6, 5))
+    parts = [next_token(logits[i : i + 2], tokens[i : i + 2]) for i in (0, 2, 4)]
+    assert torch.allclose(next_token(logits, tokens), torch.stack(parts).mean())
+
+
+def test_half_precision_logits_are_summed_in_fp32() -> None:
+    """The loss of bf16 logits is an fp32 number."""
+    assert next_token(torch.randn(1, 4, 8).bfloat16(), torch.zeros(1, 4, dtype=torch.long)).dtype == torch.float32
+
+
+def test_loss_is_chosen_by_what_the_model_takes() -> None:
+    """Tokens are predicted, all else is classified, and the user may name another."""
+    assert load_loss(None, "tokens") is next_token
+    assert load_loss(None, "images") is classification
+    assert load_loss("torch.nn.functional:mse_loss", "tokens") is functional.mse_loss
+    with pytest.raises(DocumentError, match="no_such_loss"):
+        load_loss("torch.nn.functional:no_such_loss", "tokens")

@@ -1,0 +1,95 @@
+"""Optimizers, and master copies in mixed precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from planner.errors import UnsupportedError
+from planner.executor.optimizer import Optimizer, make_optimizer
+from planner.spec.recipes import recipe
+
+
+def _linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(64, 64, bias=False)
+
+
+def _train(module: nn.Module, optimizer: Optimizer, steps: int) -> None:
+    torch.manual_seed(1)
+    for _ in range(steps):
+        inputs = torch.randn(8, 64)
+        module(inputs.to(next(module.parameters()).dtype)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_gradients()
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
+def test_bytes_are_those_of_the_recipe(name: str, precision: str) -> None:
+    """What the memory model promises per element is what torch holds (Adam counts its steps in one number more)."""
+    module = _linear()
+    optimizer = Optimizer(module, name=name, precision=precision, learning_rate=0.1)
+    _train(module, optimizer, 1)
+    expected = recipe(precision, name)
+    elements = module.weight.numel()
+    assert module.weight.nbytes == expected.parameter_bytes * elements
+    assert module.weight.grad.nbytes == expected.gradient_bytes * elements
+    assert 0 <= optimizer.bytes - expected.optimizer_bytes * elements <= 4
+
+
+def test_fp32_is_torchs_own_optimizer() -> None:
+    """Without a master copy nothing stands between the parameters and torch."""
+    ours, theirs = _linear(), _linear()
+    _train(ours, Optimizer(ours, name="adamw", precision="fp32", learning_rate=0.01), 3)
+    plain = torch.optim.AdamW(theirs.parameters(), lr=0.01)
+    torch.manual_seed(1)
+    for _ in range(3):
+        plain.zero_grad()
+        theirs(torch.randn(8, 64)).square().mean().backward()
+        plain.step()
+    assert torch.equal(ours.weight, theirs.weight)
+
+
+def test_master_copy_keeps_what_bf16_would_lose() -> None:
+    """Steps far below a parameter's bf16 resolution add up, as they do in fp32."""
+    module = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        module.weight.fill_(1.0)
+    optimizer = Optimizer(module, name="sgd", precision="bf16-mixed", learning_rate=1e-4)
+    for _ in range(100):
+        module.weight.grad = torch.ones_like(module.weight)
+        optimizer.step()
+    assert float(module.weight.detach()) == pytest.approx(0.99, abs=2**-8)
+    assert float(module.weight.detach()) < 1.0
+
+
+def test_parameters_start_from_their_fp32_values() -> None:
+    """The master copy is taken before rounding, and ties survive the cast."""
+    module = _linear()
+    module.twin = module.weight
+    before = module.weight.detach().clone()
+    optimizer = Optimizer(module, name="sgd", precision="bf16-mixed", learning_rate=1.0)
+    assert module.twin is module.weight
+    assert torch.equal(module.weight, before.bfloat16())
+    module.weight.grad = torch.zeros_like(module.weight)
+    optimizer.step()
+    assert torch.equal(optimizer._masters[0], before)
+
+
+def test_gradients_keep_their_place() -> None:
+    """Zeroing writes in place: the tensors may be views of communication buckets."""
+    module = _linear()
+    optimizer = Optimizer(module, name="sgd", precision="fp32", learning_rate=0.1)
+    _train(module, optimizer, 1)
+    place = module.weight.grad
+    _train(module, optimizer, 1)
+    assert module.weight.grad is place
+    assert not place.any()
+
+
+def test_unknown_optimizer_is_refused() -> None:
+    """The error lists those that are known."""
+    with pytest.raises(UnsupportedError, match="use sgd, momentum, adam or adamw"):
+        make_optimizer("lion", [torch.zeros(1, requires_grad=True)], 0.1)

@@ -1,0 +1,96 @@
+"""What the executor refuses before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from planner.errors import LayoutError, UnsupportedError
+from planner.executor.support import check_plan, check_world, grid_of
+from planner.spec import Plan
+from tests.executor.plans import make_plan
+
+LAYERS = ("a", "b", "c", "d")
+
+
+def _changed(plan: Plan, **changes: Any) -> Plan:
+    """The plan with fields of nested documents replaced, e.g. ``layout__zero_stage=1``."""
+    data = plan.to_json()
+    for path, value in changes.items():
+        *parents, name = path.split("__")
+        place = data
+        for parent in parents:
+            place = place[int(parent) if parent.isdigit() else parent]
+        place[name] = value
+    return Plan.model_validate(data)
+
+
+def test_grid_places_every_rank() -> None:
+    """Pipeline is the outermost axis, tensor the innermost."""
+    grid = grid_of(make_plan(LAYERS, (2, 2), data=2, tensor=2))
+    assert grid.size == 8
+    assert grid.ranks == (((0, 1), (2, 3)), ((4, 5), (6, 7)))
+
+
+def test_any_placement_that_fills_the_grid_will_do() -> None:
+    """Ranks may stand in any order: here the two pipeline ranks have changed places."""
+    plan = make_plan(LAYERS, (2, 2))
+    swapped = _changed(plan, placement__0__pipeline=1, placement__1__pipeline=0)
+    assert grid_of(swapped).ranks == (((1,),), ((0,),))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layout__zero_stage": 2},
+        {"layout__context_parallel_degree": 2},
+        {"layout__expert_parallel_degree": 2},
+        {"layout__virtual_stages_per_rank": 2},
+        {"layout__sequence_parallel": True},
+        {"request__job__precision": "fp16-mixed"},
+        {"stages__0__layers__2__recompute": "selective"},
+        {"actions": [["0F0", "0I0", "0W0"]]},
+    ],
+)
+def test_what_is_not_carried_out_is_refused(change: dict[str, Any]) -> None:
+    """No part of a plan is left out silently; the error names the field and what can be run."""
+    with pytest.raises(UnsupportedError) as caught:
+        check_plan(_changed(make_plan(LAYERS), **change))
+    problem = caught.value.problems[0]
+    assert problem.field.startswith(next(iter(change)).split("__")[0])
+    assert problem.mend
+
+
+def test_placement_with_a_hole_is_refused() -> None:
+    """Two ranks on one coordinate leave another one empty."""
+    with pytest.raises(LayoutError, match="do not fill the grid of pipeline 2 x data 1 x tensor 1 = 2 ranks"):
+        check_plan(_changed(make_plan(LAYERS, (2, 2)), placement__1__pipeline=0))
+
+
+def test_stages_must_be_where_their_ranks_are() -> None:
+    """A stage map and a placement of different plans do not go together."""
+    with pytest.raises(LayoutError, match=r"ranks \[1\] are not those placed on pipeline rank 0: \[0\]"):
+        check_plan(_changed(make_plan(LAYERS, (2, 2)), stages__0__ranks=[1]))
+
+
+def test_stages_stand_in_order() -> None:
+    """Stage i is the i-th entry, on pipeline rank i."""
+    with pytest.raises(LayoutError, match="stage 1 stands at position 0"):
+        check_plan(_changed(make_plan(LAYERS, (2, 2)), stages__0__index=1))
+
+
+def test_batch_must_be_that_of_the_micro_batches() -> None:
+    """The global batch is replicas x micro-batch size x micro-batches, and the error shows all of them."""
+    with pytest.raises(LayoutError, match=r"4 micro-batches of 1 samples on 1 .* do not make the global batch of 8"):
+        check_plan(_changed(make_plan(LAYERS), request__job__global_batch_size=8))
+    with pytest.raises(LayoutError, match="does not divide"):
+        check_plan(_changed(make_plan(LAYERS, data=2), request__job__global_batch_size=7))
+
+
+def test_wrong_world_size_names_both_numbers() -> None:
+    """A plan for four ranks does not run on three."""
+    plan = make_plan(LAYERS, (2, 2), data=2)
+    check_world(plan, 4)
+    with pytest.raises(LayoutError, match="WORLD_SIZE is 3, but the plan places 4 ranks"):
+        check_world(plan, 3)

@@ -1,0 +1,38 @@
+"""The recorder's times."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from planner.executor import timeline
+from planner.executor.timeline import Recorder, Span
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """A recorder whose clock reads 10, 11, 12, ... seconds."""
+    ticks = itertools.count(10.0)
+    monkeypatch.setattr(timeline.time, "perf_counter", lambda: next(ticks))
+    return Recorder(torch.device("cpu"))
+
+
+def test_times_count_from_the_start_of_the_step(recorder: Recorder) -> None:
+    """One tick passes before each mark."""
+    recorder.begin_step()
+    recorder.start("0F0")
+    recorder.stop()
+    with recorder.span("optimizer"):
+        pass
+    assert recorder.end_step() == (Span("0F0", 1.0, 2.0), Span("optimizer", 3.0, 4.0))
+
+
+def test_nothing_is_recorded_between_steps(recorder: Recorder) -> None:
+    """Actions outside of a step leave no trace in the next one."""
+    recorder.start("0F0")
+    recorder.stop()
+    assert recorder.end_step() == ()
+    recorder.begin_step()
+    assert recorder.end_step() == ()

@@ -1,0 +1,76 @@
+"""`run_plan` from a plan's file to the measured report, with torchrun in between."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from planner.errors import RunError
+from planner.executor.launch import run_plan
+from planner.spec import MeasuredRun, read
+from tests.executor.plans import make_plan, source_of
+
+pytestmark = pytest.mark.torchrun
+
+
+def failing_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Fails on the last stage only."""
+    raise ValueError("this loss has a mistake")
+
+
+def test_run_equals_the_single_process_and_reports(tmp_path: Path) -> None:
+    """Losses are compared with one process, every rank reports, and the timeline holds every action."""
+    source = source_of("gpt2", tmp_path)
+    plan = make_plan([layer.name for layer in source.cut().layers], (2, 4), micro_batches=3)
+    lines: list[str] = []
+    measured = run_plan(
+        plan,
+        model=str(tmp_path / "gpt2.json"),
+        steps=4,
+        reference_steps=2,
+        output=tmp_path / "measured.json",
+        metrics=tmp_path / "metrics.jsonl",
+        log=lines.append,
+        timeout_seconds=60,
+    )
+    assert measured == read(MeasuredRun, tmp_path / "measured.json")
+    assert measured.reference_losses == pytest.approx(measured.losses[:2], abs=1e-5)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
+    assert sum(line.startswith("step ") and "tokens/s" in line for line in lines) == 4
+    for rank, actions in enumerate(plan.actions):
+        recorded = [action.action for action in measured.actions if action.rank == rank]
+        assert recorded == [*actions, "reduce", "optimizer"], "the tied embedding is reduced after the backwards"
+    _check_order(measured)
+
+
+def _check_order(measured: MeasuredRun) -> None:
+    """On the common clock a stage's forward starts after the forward of the stage before has ended."""
+    times = {action.action: action for action in measured.actions if action.action[-1].isdigit()}
+    for micro_batch in range(3):
+        assert times[f"0F{micro_batch}"].end_seconds <= times[f"1F{micro_batch}"].end_seconds
+        assert times[f"1B{micro_batch}"].start_seconds <= times[f"0B{micro_batch}"].start_seconds
+
+
+def test_failing_rank_is_named(tmp_path: Path) -> None:
+    """The error tells the rank that failed first and its last lines; its neighbours do not hang."""
+    source = source_of("gpt2", tmp_path)
+    plan = make_plan([layer.name for layer in source.cut().layers], (2, 4), micro_batches=2)
+    with pytest.raises(RunError, match=r"(?s)rank 1 failed first:.*this loss has a mistake"):
+        run_plan(plan, model=str(tmp_path / "gpt2.json"), steps=1, loss=f"{__name__}:failing_loss", timeout_seconds=30)
+
+
+def test_metrics_are_json_lines(tmp_path: Path) -> None:
+    """A user's own worker: three lines of a script give the same report without the launcher."""
+    source = source_of("mlp", tmp_path)
+    plan = make_plan([layer.name for layer in source.cut().layers], sequence_length=0)
+    (tmp_path / "plan.json").write_text(plan.model_dump_json(by_alias=True))
+    from planner.executor.worker import main
+
+    arguments = ["--model", "tests.executor.plans:mlp", "--data", "synthetic", "--steps", "2", "--device", "cpu"]
+    output, metrics = tmp_path / "measured.json", tmp_path / "metrics.jsonl"
+    assert main([str(tmp_path / "plan.json"), *arguments, "--output", str(output), "--metrics", str(metrics)]) == 0
+    losses = [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
+    assert losses == list(read(MeasuredRun, output).losses)
