@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from planner.cost.layers import TICK_SECONDS, LayerCost, LayoutCosts, layout_costs
 from planner.cost.memory import StageLayers, shared_on_several_stages, stage_memory
 from planner.cost.workload import workload
+from planner.errors import DocumentError
 from planner.schedule import Durations, Schedule, Simulation, build, in_flight_per_stage, simulate
 from planner.spec.plan import Breakdown, Plan, Prediction
 from planner.spec.profile import ModelProfile, RecomputeMode
@@ -93,8 +94,18 @@ def evaluate(costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayer
 
 
 def predict_step(costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]) -> Prediction:
-    """Time and memory of one step."""
+    """Time and memory of one step.
+
+    Raises:
+        DocumentError: the profile's layers take no time at all.
+    """
     step = evaluate(costs, schedule, stages)
+    if step.total_ticks == 0:
+        raise DocumentError(
+            "no layer takes any time, so there is no step to predict.",
+            field="profile.layers",
+            mend="measure the profile on a device, or give counted FLOPs and bytes.",
+        )
     seconds = step.total_ticks * TICK_SECONDS
     job = costs.work.job
     per_sample = job.sequence_length or 1
@@ -145,5 +156,15 @@ def stage_durations(plan: Plan, profile: ModelProfile) -> Durations:
     order = {layer.name: index for index, layer in enumerate(profile.layers)}
     stage_map = [[(order[layer.name], layer.recompute) for layer in stage.layers] for stage in plan.stages]
     in_ticks = durations(costs, choose(costs, stage_map))
-    fields = {name: getattr(in_ticks, name) for name in in_ticks.__slots__}
-    return Durations(**{name: tuple(value * TICK_SECONDS for value in values) for name, values in fields.items()})
+    return Durations(
+        forward=_seconds(in_ticks.forward),
+        backward_input=_seconds(in_ticks.backward_input),
+        backward_weight=_seconds(in_ticks.backward_weight),
+        recompute=_seconds(in_ticks.recompute),
+        transfer_forward=_seconds(in_ticks.transfer_forward),
+        transfer_backward=_seconds(in_ticks.transfer_backward),
+    )
+
+
+def _seconds(in_ticks: Sequence[float]) -> tuple[float, ...]:
+    return tuple(value * TICK_SECONDS for value in in_ticks)

@@ -177,7 +177,11 @@ def check_prediction(plan: Plan, facts: Facts, findings: Findings) -> None:
     """Every number of the plan's prediction against the recomputed one."""
     order = {layer.name: index for index, layer in enumerate(facts.profile.layers)}
     stage_map = [[(order[layer.name], layer.recompute) for layer in stage.layers] for stage in plan.stages]
-    recomputed = StepCheck(Prices(facts), stage_map, parse(plan.actions)).prediction()
+    step = StepCheck(Prices(facts), stage_map, parse(plan.actions))
+    if step.step_nanoseconds() == 0:
+        findings.wrong("prediction.step_seconds", f"the plan says {plan.prediction.step_seconds}, recomputed 0.")
+        return
+    recomputed = step.prediction()
     _check_time(plan.prediction, recomputed, findings)
     _check_breakdown(plan.prediction, recomputed, findings)
     _check_memory(plan.prediction, recomputed, findings)
