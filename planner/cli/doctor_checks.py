@@ -18,7 +18,7 @@ from planner import __version__
 from planner.cli.units import gibibytes, seconds
 
 NEEDED = ("pydantic", "ortools", "fastapi", "uvicorn", "pyyaml")
-FOR_TRAINING = ("torch", "transformers", "safetensors")
+FOR_TRAINING = ("torch", "transformers")
 LEAST_FREE_BYTES = 1024**3
 """Of the folder for temporary files: torchrun's logs and measurements go there."""
 INSTALL_TORCH = "pip install 'planner[torch]'"

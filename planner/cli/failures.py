@@ -20,7 +20,7 @@ PIPE_CLOSED = 141
 REPORT_TO = "the issue tracker of this project"
 
 
-TRAINING_PACKAGES = ("torch", "transformers", "safetensors")
+TRAINING_PACKAGES = ("torch", "transformers")
 
 
 def report(error: Exception, *, as_json: bool = False) -> int:
