@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import cast
 
 from api.documents import PlanCreate, PredictionCreate
 from api.errors import LimitError, NotFoundError
@@ -11,6 +14,7 @@ from api.settings import Settings
 from api.store import Store
 from planner.spec import Cluster, Job, ModelProfile, digest
 from planner.spec.job import COMPUTE_TYPE
+from planner.spec.profile import DataType
 
 KEPT_PROFILES = 16
 """Parsed profiles kept in memory: large ones take a while to parse and to hash."""
@@ -32,11 +36,15 @@ class Profiles:
 
     def __init__(self, store: Store, settings: Settings) -> None:
         self._store, self._settings = store, settings
-        self._read = lru_cache(KEPT_PROFILES)(self._read_from_store)
+        self._recent: OrderedDict[str, ModelProfile] = OrderedDict()
+        self._lock = threading.Lock()
         self._derive = lru_cache(KEPT_PROFILES)(_counted)
 
     def add(self, resolved: ResolvedProfile) -> bool:
         """Store a profile; False when it is already there."""
+        self._keep(resolved.id, resolved.profile)
+        if self._store.has_profile(resolved.id):  # asked first: a large profile takes a while to write out
+            return False
         return self._store.add_profile(resolved.id, resolved.profile.model_dump_json(by_alias=True))
 
     def get(self, profile_id: str) -> ModelProfile:
@@ -45,7 +53,12 @@ class Profiles:
         Raises:
             NotFoundError: there is no such profile.
         """
-        return self._read(profile_id)
+        with self._lock:
+            kept = self._recent.get(profile_id)
+        if kept is None:
+            kept = ModelProfile.model_validate_json(self.document(profile_id))
+        self._keep(profile_id, kept)
+        return kept
 
     def document(self, profile_id: str) -> str:
         """JSON of a stored profile.
@@ -75,7 +88,7 @@ class Profiles:
             )
         return ResolvedProfile(digest(profile), profile, None)
 
-    def derived(self, model: str, *, sequence_length: int, dtype: str) -> ResolvedProfile:
+    def derived(self, model: str, *, sequence_length: int, dtype: DataType) -> ResolvedProfile:
         """The counted profile of a catalogue model.
 
         Raises:
@@ -94,7 +107,8 @@ class Profiles:
         return self._of_job(request.model, request.job)
 
     def _of_job(self, model: str, job: Job) -> ResolvedProfile:
-        return self.derived(model, sequence_length=job.sequence_length, dtype=COMPUTE_TYPE[job.precision])
+        dtype = cast(DataType, COMPUTE_TYPE[job.precision])
+        return self.derived(model, sequence_length=job.sequence_length, dtype=dtype)
 
     def _check_devices(self, cluster: Cluster) -> None:
         if cluster.devices > self._settings.max_devices:
@@ -105,11 +119,15 @@ class Profiles:
                 limits={"max_devices": self._settings.max_devices},
             )
 
-    def _read_from_store(self, profile_id: str) -> ModelProfile:
-        return ModelProfile.model_validate_json(self.document(profile_id))
+    def _keep(self, profile_id: str, profile: ModelProfile) -> None:
+        with self._lock:
+            self._recent[profile_id] = profile
+            self._recent.move_to_end(profile_id)
+            if len(self._recent) > KEPT_PROFILES:
+                self._recent.popitem(last=False)
 
 
-def _counted(model: str, sequence_length: int, dtype: str) -> ResolvedProfile:
+def _counted(model: str, sequence_length: int, dtype: DataType) -> ResolvedProfile:
     from profiler.counted import counted_profile
 
     profile = counted_profile(model, sequence_length=sequence_length, dtype=dtype)

@@ -149,6 +149,10 @@ class Store:
         with self._transaction():
             return self._run(sql, profile_id, document, now()).rowcount > 0
 
+    def has_profile(self, profile_id: str) -> bool:
+        """Is the profile there?"""
+        return self._text("SELECT id FROM profiles WHERE id = ?", profile_id) is not None
+
     def profile(self, profile_id: str) -> str | None:
         """JSON of a profile."""
         return self._text("SELECT document FROM profiles WHERE id = ?", profile_id)

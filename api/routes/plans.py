@@ -26,6 +26,7 @@ from api.documents import (
 from api.errors import JobCancelledError, LimitError, NotFoundError
 from api.jobs import view_of
 from api.problems import response_of
+from api.profiles import ResolvedProfile
 from api.store import LARGEST_INTEGER, JobRow, MeasurementRow, PlanRow
 from api.timeline import predicted_timeline
 from planner.errors import DocumentError, MismatchError
@@ -54,11 +55,12 @@ async def create_plan(body: PlanCreate, request: Request, parts: ServicesDepende
     "No plan fits" is an answer too: status `infeasible`, with the reasons and the nearest misses.
     """
     parts.metrics.plan_requests.add()
-    wanted = await run_in_threadpool(_request_of, body, parts)
+    profile, wanted = await run_in_threadpool(_request_of, body, parts)
     known = await run_in_threadpool(parts.store.plan, wanted.id)
     if known is not None and known[0].final:
         parts.metrics.cache_hits.add()
         return _answer(request, StoredResult(*known), cache="hit")
+    await run_in_threadpool(parts.profiles.add, profile)
     job = await parts.jobs.submit(wanted, wanted.profile_id)
     job = await parts.jobs.finished(job.id, wait)
     return await run_in_threadpool(_after_wait, request, parts, job, wait)
@@ -167,14 +169,12 @@ def get_measurement(
     return cacheable(request, row.document, media_type=JSON, cache_control=FOREVER)
 
 
-def _request_of(body: PlanCreate, parts: Services) -> PlanRequest:
+def _request_of(body: PlanCreate, parts: Services) -> tuple[ResolvedProfile, PlanRequest]:
     from planner.search import make_request
 
     options = _options_within_limits(body, parts)
     resolved = parts.profiles.resolve(body)
-    request = make_request(resolved.profile, body.cluster, body.job, options, model=resolved.model)
-    parts.profiles.add(resolved)
-    return request
+    return resolved, make_request(resolved.profile, body.cluster, body.job, options, model=resolved.model)
 
 
 def _options_within_limits(body: PlanCreate, parts: Services) -> Options:
