@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from planner.errors import MismatchError
 from profiler.cut import LayerCut, cut_model, layer_outputs
 
 InputKind = Literal["tokens", "images", "features"]
@@ -61,12 +62,24 @@ class ModelSource:
         return (torch.randn((micro_batch_size, *self.sample_shape), device=device),)
 
     def cut(self, module: nn.Module | None = None) -> LayerCut:
-        """The layers of this model. A given `module` must be one that this source built.
+        """The layers of this model, found once on meta tensors; they hold for every module that `build` returns.
+
+        Args:
+            module: when given, checked to be such a module.
 
         Raises:
             UnsupportedError: the model has no chain of layers that stages could be made of.
+            MismatchError: the module is another model.
         """
-        del module  # every module of this source is cut alike, so the cut is found once, on meta tensors
+        if module is not None:
+            names = {name for name, _ in module.named_modules()}
+            missing = [name for layer in self._cut.layers for name in layer.modules if name not in names]
+            if missing:
+                raise MismatchError(
+                    f"a {type(module).__name__} without {missing[0]!r} is not the model {self.name!r}.",
+                    field="model",
+                    mend="give a module that this source built.",
+                )
         return self._cut
 
     @cached_property

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from planner.errors import UnsupportedError
 from planner.spec.profile import CollectiveName
 from profiler.quantities import Exchange
-from profiler.tensor_parallel import COLUMN_STYLES, REPLICATED_STYLES, ROW_STYLES, set_local_heads
+from profiler.tensor_parallel import COLUMN_STYLES, REPLICATED_STYLES, ROW_STYLES
 
 
 @dataclass(slots=True)
@@ -55,7 +55,6 @@ def shard(stage: nn.Module, styles: dict[str, str], degree: int) -> Exchanges:
     exchanges = Exchanges()
     if degree == 1:
         return exchanges
-    set_local_heads(stage, degree)
     for name, style in styles.items():
         module = stage.get_submodule(name)
         if style in REPLICATED_STYLES:

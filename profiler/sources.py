@@ -17,6 +17,7 @@ from planner.errors import DocumentError, UnknownNameError, UnsupportedError
 from planner.spec.document import read_data
 from profiler.catalogue import CatalogueEntry
 from profiler.models import InputKind, ModelSource
+from profiler.tensor_parallel import follow_local_heads
 
 
 def from_catalogue(entry: CatalogueEntry) -> ModelSource:
@@ -125,6 +126,7 @@ def _build_transformer(auto_class: Any, config: Any) -> nn.Module:
     model: nn.Module = auto_class.from_config(
         config, attn_implementation="sdpa", dtype=torch.get_default_dtype()
     ).train()
+    follow_local_heads(model)
     return model
 
 
@@ -209,7 +211,9 @@ def _call(function: Any, reference: str) -> tuple[nn.Module, Tensor | None]:
 
 
 def _build_from(function: Any, reference: str) -> nn.Module:
-    return _call(function, reference)[0].train()
+    model = _call(function, reference)[0].train()
+    follow_local_heads(model)
+    return model
 
 
 def _describe(name: str, module: nn.Module, example: Tensor | None, builder: Any) -> ModelSource:

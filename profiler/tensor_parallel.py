@@ -79,14 +79,20 @@ def pattern_of(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def set_local_heads(stage: nn.Module, degree: int) -> None:
-    """Tell attention modules that split their projections by a number of heads (OPT) how many one rank has.
+def follow_local_heads(model: nn.Module) -> None:
+    """Make attention modules that reshape by a fixed number of heads (OPT) go by the heads that their rank really has.
 
     Most transformers models leave that number to the local shape; OPT's would silently mix positions and heads.
     """
-    for module in stage.modules():
+    for module in model.modules():
         if type(module).__name__ == "OPTAttention":
-            setattr(module, "num_heads", vars(module)["num_heads"] // degree)  # noqa: B010 - no declared attribute
+            module.register_forward_pre_hook(_set_local_heads)
+
+
+def _set_local_heads(module: Any, arguments: Any) -> None:
+    weight = module.q_proj.weight
+    local = weight.to_local() if hasattr(weight, "to_local") else weight  # a DTensor's shape is the whole one
+    module.num_heads = local.shape[0] // module.head_dim
 
 
 def degrees(source: ModelSource) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.errors import DocumentError, UnknownNameError, UnsupportedError
+from planner.errors import DocumentError, MismatchError, UnknownNameError, UnsupportedError
 from profiler.models import load_model
 
 CALLABLES = "tests.profiler.callables"
@@ -119,3 +119,11 @@ def test_module_that_is_no_chain_is_refused_when_cut():
     """What cannot be cut is said so, with the forms that can."""
     with pytest.raises(UnsupportedError, match=r"nn\.Sequential"):
         load_model(f"{CALLABLES}:not_a_chain").cut()
+
+
+def test_module_of_another_model_is_refused(write_config):
+    """A cut holds for what its own source builds; another model is told by a missing module."""
+    source = load_model(write_config("llama"))
+    assert source.cut(source.build()) is source.cut()
+    with pytest.raises(MismatchError, match=r"without 'model\.embed_tokens'"):
+        source.cut(load_model(write_config("gpt2")).build())

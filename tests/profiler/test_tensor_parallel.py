@@ -59,7 +59,6 @@ def test_shard_keeps_what_distributed_tensors_keep(family: str, two_ranks, write
     source = load_model(write_config(family))
     row = count(source, micro_batch_size=3, sequence_length=20, tensor_parallel_degree=2)
     block = source.cut().stage(source.build(), 1, 2)
-    tensor_parallel.set_local_heads(block, 2)
     for name, style in tensor_parallel.split_modules(block, tensor_parallel.plan(source)).items():
         parallelize_module(block.get_submodule(name), two_ranks, STYLES[style](), src_data_rank=None)
     saved: list[weakref.ref] = []
@@ -79,6 +78,20 @@ def test_shard_keeps_what_distributed_tensors_keep(family: str, two_ranks, write
     random_state = 24  # of the CUDA kernel
     (kind,) = (layer.kind for layer in source.cut().layers[1:2])
     assert row[kind].activation_bytes - random_state + tables == kept
+
+
+def test_opt_splits_by_the_heads_of_the_rank(two_ranks, write_config):
+    """OPT reshapes by a number of heads; it must be the local one, or positions and heads would mix silently."""
+    source = load_model(write_config("opt"))
+    block = source.cut().stage(source.build(), 1, 2)
+    attention = block.get_submodule("model.decoder.layers.0.self_attn")
+    hidden = torch.randn(2, 6, 32)
+    block(hidden)
+    assert attention.num_heads == 4
+    for name, style in tensor_parallel.split_modules(block, tensor_parallel.plan(source)).items():
+        parallelize_module(block.get_submodule(name), two_ranks, STYLES[style](), src_data_rank=None)
+    block(hidden)
+    assert attention.num_heads == 2
 
 
 def test_collectives_are_those_of_column_and_row(write_config):
