@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from planner.errors import DocumentError
+from planner.errors import DocumentError, UnknownNameError
 from planner.spec.profile import DataType, Measurement, ModelProfile, RecomputeMode, SharedParameters
 from profiler.catalogue import entry
 from profiler.polynomials import evaluate_layer
@@ -89,6 +89,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m profiler.counted", description=main.__doc__)
     parser.add_argument("--write", nargs="*", metavar="NAME", required=True, help="models; none: the whole catalogue")
     names = parser.parse_args(arguments).write
+    try:
+        for name in names:
+            entry(name)
+    except UnknownNameError as error:
+        parser.error(str(error))
 
     from profiler.counted_write import write_all
 

@@ -91,3 +91,11 @@ def test_write_stores_what_is_evaluated(tmp_path):
 
     stored = counted.files("profiler.catalogue").joinpath("counted", "gpt2.json").read_text(encoding="utf-8")
     assert write("gpt2", tmp_path).read_text(encoding="utf-8") == stored
+
+
+def test_generator_refuses_unknown_names(capsys):
+    """A wrong name ends the generator with a usage error before anything is counted."""
+    with pytest.raises(SystemExit) as caught:
+        counted.main(["--write", "gpt2-small"])
+    assert caught.value.code == 2
+    assert "did you mean gpt2" in capsys.readouterr().err
