@@ -15,6 +15,7 @@ import platform
 import statistics
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from time import perf_counter
@@ -26,9 +27,9 @@ from planner.spec import LayerProfile, Measurement, ModelProfile
 from planner.spec.profile import DataType
 from profiler import count
 from profiler.links_torchrun import Progress
-from profiler.measure_device import device_spec_beside, find_device, is_in_catalogue, processor_name
+from profiler.measure_device import find_device, is_in_catalogue, look_up_device, measure_peaks, processor_name
 from profiler.measure_journal import Case, Figures, Journal
-from profiler.measure_layer import PHASES, RECOMPUTED_BACKWARD, Bench, BuiltLayer, LayerWorkload, OptimizerWorkload
+from profiler.measure_layer import PHASES, RECOMPUTED_BACKWARD, Bench, LayerWorkload, OptimizerWorkload
 from profiler.measure_load import Load, available_cores, threads_per_rank
 from profiler.measure_timing import Timing, time_phases
 from profiler.models import ModelSource
@@ -83,6 +84,7 @@ def profile(
         )
     # Shards are measured only where nobody else must run them too: their exchanges keep them from being sent.
     degrees = {1} | (set(tensor_parallel_degrees) if concurrency == 1 else set())
+    sheet = look_up_device(place, concurrency)
     known = Journal(journal, _condition(source, device, sequence_length, dtype, concurrency))
     with Load(concurrency) as load:  # first, because its processes take their time to start
         counted = count.profile(
@@ -95,7 +97,7 @@ def profile(
         tasks = _tasks(counted, degrees)
         bench = Bench(source, place, dtype, sequence_length)
         _Measuring(bench, load, known, perf_counter() + time_budget_seconds, progress).run(tasks)
-        spec = device_spec_beside(place, concurrency, load)
+        spec = measure_peaks(sheet, load)
     if progress is not None:
         progress(len(tasks) + 1, len(tasks) + 1, "measured")
     data = {
@@ -133,6 +135,11 @@ class _Task:
     recompute: bool
     """Measure the layer with recomputation too."""
 
+    @property
+    def layer(self) -> tuple[int, int]:
+        """Index and tensor-parallel degree: what has to be built."""
+        return self.index, self.case.tensor_parallel_degree
+
 
 def _tasks(counted: ModelProfile, degrees: Collection[int]) -> list[_Task]:
     """What is to be measured: kind by kind, so that a layer is built once for all its micro-batch sizes."""
@@ -165,40 +172,39 @@ class _Measuring:
     known: Journal
     deadline: float
     progress: Progress | None
-    _built: tuple[tuple[int, int], BuiltLayer, BuiltLayer | None] | None = None
 
     def run(self, tasks: Sequence[_Task]) -> None:
         """Measure every task that the journal does not know."""
-        for done, task in enumerate(tasks):
-            if self.progress is not None:
-                self.progress(done, len(tasks) + 1, _describe(task.case))
-            if task.case not in self.known:
-                share = (self.deadline - perf_counter()) / (len(tasks) - done)
-                self.known.add(task.case, self._measure(task, max(0.0, share)))
+        for (index, degree), group in groupby(enumerate(tasks), key=lambda each: each[1].layer):
+            numbered = list(group)
+            pending = [task for _, task in numbered if task.case not in self.known]
+            workloads = dict(zip(pending, self._workloads(index, degree, pending), strict=True))
+            self.load.prepare(list(workloads.values()))
+            for done, task in numbered:
+                if self.progress is not None:
+                    self.progress(done, len(tasks) + 1, _describe(task.case))
+                if task in workloads:
+                    share = (self.deadline - perf_counter()) / (len(tasks) - done)
+                    self.load.beside(pending.index(task))
+                    self.known.add(task.case, self._measure(task, workloads[task], max(0.0, share)))
 
-    def _measure(self, task: _Task, limit_seconds: float) -> Figures:
-        workload = self._workload(task)
-        self.load.beside(workload)
+    def _workloads(self, index: int, degree: int, pending: Sequence[_Task]) -> list[LayerWorkload | OptimizerWorkload]:
+        if not pending:
+            return []
+        plain = self.bench.build(index, degree)
+        recomputed = self.bench.build(index, degree, recompute=True) if pending[0].recompute else None
+        return [
+            self.bench.optimizer(plain)
+            if task.case.work == "optimizer"
+            else self.bench.workload(index, task.case.micro_batch_size, plain, recomputed)
+            for task in pending
+        ]
+
+    def _measure(self, task: _Task, workload: LayerWorkload | OptimizerWorkload, limit_seconds: float) -> Figures:
         timing = time_phases(workload.run, self.bench.device, limit_seconds=limit_seconds)
         if isinstance(workload, OptimizerWorkload):
             return {"optimizer": timing.median(), "spread": timing.spread}
-        unfused = self.bench.unfused_bytes(task.index, task.case.tensor_parallel_degree, workload)
-        return {**_layer_seconds(task, timing), "unfused_bytes": unfused}
-
-    def _workload(self, task: _Task) -> LayerWorkload | OptimizerWorkload:
-        layer, recomputed = self._layers(task)
-        if task.case.work == "optimizer":
-            return self.bench.optimizer(layer)
-        return self.bench.workload(task.index, task.case.micro_batch_size, layer, recomputed)
-
-    def _layers(self, task: _Task) -> tuple[BuiltLayer, BuiltLayer | None]:
-        """The task's layer, plain and with recomputation; kept for the tasks that follow."""
-        key = (task.index, task.case.tensor_parallel_degree)
-        if self._built is None or self._built[0] != key:
-            self._built = None  # let go of the last one before the next one takes memory
-            plain = self.bench.build(*key)
-            self._built = (key, plain, self.bench.build(*key, recompute=True) if task.recompute else None)
-        return self._built[1:]
+        return {**_layer_seconds(task, timing), "unfused_bytes": self.bench.unfused_bytes(*task.layer, workload)}
 
 
 def _describe(case: Case) -> str:

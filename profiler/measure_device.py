@@ -27,7 +27,7 @@ MATMUL_SIZE: dict[str, int] = {"cpu": 1024, "cuda": 8192}
 COPY_BYTES: dict[str, int] = {"cpu": 64 << 20, "cuda": 1 << 30}
 """Far more than the caches hold."""
 SMALL_KERNELS = 1000
-LIMIT_SECONDS = 0.5
+LIMIT_SECONDS = 0.3
 """Of each of the measurements."""
 MEMORY_TOLERANCE = 0.15
 """A GPU reports a little more or less memory than its data sheet: decimal units, reserved parts."""
@@ -78,19 +78,31 @@ def device_spec(device: str = "cpu", concurrency: int = 1) -> DeviceSpec:
         SpecError, UnsupportedError: see `find_device`.
         RunError: a helper process died.
     """
-    place = find_device(device, concurrency)
+    sheet = look_up_device(find_device(device, concurrency), concurrency)
     with Load(concurrency) as load:
-        return device_spec_beside(place, concurrency, load)
+        return measure_peaks(sheet, load)
 
 
-def device_spec_beside(place: torch.device, concurrency: int, load: Load) -> DeviceSpec:
-    """As `device_spec`, beside a load that already runs."""
+@dataclass(frozen=True, slots=True)
+class DeviceSheet:
+    """What is known of a device without running anything on it."""
+
+    place: torch.device
+    name: str
+    memory_bytes: int
+    reserved_bytes: int | None
+    known: DeviceSpec | None
+    """The catalogue's entry."""
+
+
+def look_up_device(place: torch.device, concurrency: int) -> DeviceSheet:
+    """Name and memory; to be called before anything that loads the machine takes memory of its own."""
     if place.type == "cuda":
         properties = torch.cuda.get_device_properties(place)
         known = match_catalogue(properties.name, properties.total_memory)
-        return known or _measured(place, load, properties.name, properties.total_memory, None)
+        return DeviceSheet(place, properties.name, properties.total_memory, None, known)
     memory = available_memory_bytes() // concurrency
-    return _measured(place, load, processor_name(), memory, bare_worker_bytes())
+    return DeviceSheet(place, processor_name(), memory, bare_worker_bytes(), None)
 
 
 def is_in_catalogue(spec: DeviceSpec) -> bool:
@@ -130,20 +142,24 @@ def _form_factor(words: Iterable[str]) -> FormFactor | None:
     return next((form for form in FORM_FACTORS for word in words if word.startswith(form)), None)
 
 
-def _measured(place: torch.device, load: Load, name: str, memory_bytes: int, reserved_bytes: int | None) -> DeviceSpec:
+def measure_peaks(sheet: DeviceSheet, load: Load) -> DeviceSpec:
+    """The catalogue's entry of the device; else what it does at its best, beside a load that already runs."""
+    if sheet.known is not None:
+        return sheet.known
+    place = sheet.place
     peaks = {dtype: _peak_flops_per_second(place, load, dtype) for dtype in TORCH_TYPES if _multiplies(place, dtype)}
     copied = COPY_BYTES[place.type]
     launches = _seconds(SmallKernels(torch.zeros(1, device=place)), place, load)
     return DeviceSpec(
         id=place.type,
-        name=name,
-        memory_bytes=memory_bytes,
+        name=sheet.name,
+        memory_bytes=sheet.memory_bytes,
         peak_flops_per_second=peaks,
         achievable_fraction=1.0,
         # A copy reads and writes.
         memory_bandwidth_bytes_per_second=2 * copied / _seconds(Copy(copied, place), place, load),
         launch_seconds=launches / SMALL_KERNELS,
-        reserved_bytes=reserved_bytes,
+        reserved_bytes=sheet.reserved_bytes,
     )
 
 
@@ -160,7 +176,8 @@ def _multiplies(place: torch.device, dtype: DataType) -> bool:
 
 
 def _seconds(workload: Matmul | Copy | SmallKernels, place: torch.device, load: Load) -> float:
-    load.beside(workload)
+    load.prepare([workload])
+    load.beside(0)
     return time_phases(workload.run, place, limit_seconds=LIMIT_SECONDS).median()
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -63,6 +64,7 @@ class Load:
         self._helpers = concurrency - 1
         self._processes: list[subprocess.Popen[str]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="planner-load-")
+        self._sent = 0
 
     def __enter__(self) -> Self:
         self._threads_before = torch.get_num_threads()
@@ -80,23 +82,31 @@ class Load:
         self._folder.cleanup()
         torch.set_num_threads(self._threads_before)
 
-    def beside(self, workload: Workload) -> None:
-        """Let every helper run this work in a loop, until the next call; returns when all of them do."""
+    def prepare(self, workloads: Sequence[Workload]) -> None:
+        """Send work to the helpers, which may then be told to run it; what was sent before is forgotten.
+
+        Work of one layer is best sent together, so that its weights are sent once.
+        """
         if not self._processes:
             return
-        path = Path(self._folder.name) / "workload"
+        self._path().unlink(missing_ok=True)  # every helper has read it
+        self._sent += 1
+        path = self._path()
         try:
-            torch.save(workload, path)
+            torch.save(list(workloads), path)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise RunError(
                 f"the model's layers cannot be sent to the other ranks: {error}.",
                 field="concurrency",
                 mend="define the model's classes at the top of a module, or measure with concurrency 1.",
             ) from None
+
+    def beside(self, index: int) -> None:
+        """Let every helper run this one of the prepared workloads in a loop; returns when all of them do."""
         for process in self._processes:
-            self._send(process, str(path))
-        for index, process in enumerate(self._processes):
-            self._wait(index, process)
+            self._send(process, f"{index} {self._path()}")
+        for number, process in enumerate(self._processes):
+            self._wait(number, process)
 
     def _start(self, index: int) -> subprocess.Popen[str]:
         environment = os.environ | {"OMP_NUM_THREADS": str(self._threads), "PYTHONPATH": python_path()}
@@ -131,30 +141,41 @@ class Load:
             mend="mend its error, or measure with concurrency 1.",
         )
 
+    def _path(self) -> Path:
+        """A new name each time, by which helpers know that they have not read it."""
+        return Path(self._folder.name) / f"workloads-{self._sent}"
+
     def _log(self, index: int) -> Path:
         return Path(self._folder.name) / f"helper-{index}.log"
 
 
 def main() -> int:
-    """One helper: read paths of workloads from stdin, and run the latest one in a loop, until stdin ends."""
-    paths: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    threading.Thread(target=_read_into, args=(paths,), daemon=True).start()
-    path = paths.get()
-    while path is not None:
-        workload: Workload = torch.load(path, weights_only=False)
-        workload.run(_ignore)
-        sys.stdout.write(READY + "\n")
-        sys.stdout.flush()
-        while paths.empty():
-            workload.run(_ignore)
-        path = paths.get()
+    """One helper: read `INDEX PATH` from stdin, and run this workload of that file in a loop, until stdin ends."""
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    threading.Thread(target=_read_into, args=(lines,), daemon=True).start()
+    loaded, workloads = "", list[Workload]()
+    while (line := lines.get()) is not None:
+        index, _, path = line.partition(" ")
+        if path != loaded:
+            workloads.clear()  # before the next ones take memory
+            workloads, loaded = torch.load(path, weights_only=False), path
+        _loop(workloads[int(index)], lines)
     return 0
 
 
-def _read_into(paths: queue.SimpleQueue[str | None]) -> None:
+def _loop(workload: Workload, lines: queue.SimpleQueue[str | None]) -> None:
+    """Run the work until there is another line; tell when it is under way."""
+    workload.run(_ignore)
+    sys.stdout.write(READY + "\n")
+    sys.stdout.flush()
+    while lines.empty():
+        workload.run(_ignore)
+
+
+def _read_into(lines: queue.SimpleQueue[str | None]) -> None:
     for line in sys.stdin:
-        paths.put(line.strip())
-    paths.put(None)
+        lines.put(line.strip())
+    lines.put(None)
 
 
 def _ignore() -> None:

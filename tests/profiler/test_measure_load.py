@@ -44,12 +44,13 @@ def test_threads_are_the_ranks_part_of_the_cores() -> None:
 
 @pytest.mark.torchrun
 def test_helpers_loop_until_the_end(tmp_path: Path) -> None:
-    """Both helpers have run the work when `beside` returns, go on doing so, and are gone with the context."""
+    """Both helpers have run the chosen work when `beside` returns, go on doing so, and are gone with the context."""
     before = torch.get_num_threads()
     path = tmp_path / "footprints"
     with Load(3) as load:
         assert torch.get_num_threads() == threads_per_rank(3)
-        load.beside(Footprint(path))
+        load.prepare([Failing(), Footprint(path)])
+        load.beside(1)
         first = path.stat().st_size
         assert first >= 2
         deadline = time.monotonic() + 20
@@ -65,8 +66,10 @@ def test_helpers_loop_until_the_end(tmp_path: Path) -> None:
 @pytest.mark.torchrun
 def test_a_helper_that_dies_is_told_with_its_words() -> None:
     """Work that fails in a helper is a RunError with the helper's own error."""
-    with Load(2) as load, pytest.raises(RunError, match="the layer is broken"):
-        load.beside(Failing())
+    with Load(2) as load:
+        load.prepare([Failing()])
+        with pytest.raises(RunError, match="the layer is broken"):
+            load.beside(0)
 
 
 @pytest.mark.torchrun
@@ -79,10 +82,11 @@ def test_work_that_cannot_be_sent_is_refused() -> None:
             """Never runs."""
 
     with Load(2) as load, pytest.raises(RunError, match="at the top of a module"):
-        load.beside(Local())
+        load.prepare([Local()])
 
 
 def test_alone_nothing_is_started_or_sent() -> None:
     """One rank has no helpers, so work that could not be sent is no matter."""
     with Load(1) as load:
-        load.beside(Failing())
+        load.prepare([Failing()])
+        load.beside(0)
