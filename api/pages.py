@@ -15,10 +15,13 @@ from api.errors import NotFoundError, ServiceError
 from api.store import PlanRow
 from planner import errors as planner_errors
 from planner.errors import PlannerError
+from planner.spec import Plan
 
 router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
 RECENT_PLANS = 20
+MAX_PICTURED_ACTIONS = 4000
+"""A longer schedule makes a picture of many megabytes; the page links to it instead."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src 'self'; base-uri 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -45,8 +48,10 @@ FIRST_REQUEST = """curl -s http://localhost:8000/v1/plans -H 'Content-Type: appl
 def index(parts: ServicesDependency) -> HTMLResponse:
     """Recent plans, and one step of the newest as a picture."""
     rows = parts.store.plans(before=None, limit=RECENT_PLANS)
-    body = "".join(_index_body(rows))
-    return _page("planner", body)
+    newest = next((row for row in rows if row.status == "succeeded"), None)
+    found = parts.store.plan(newest.id) if newest else None
+    picture = _picture(*found) if found else ""
+    return _page("planner", "".join(_index_body(picture, rows)))
 
 
 @router.get("/problems/{code}")
@@ -59,23 +64,23 @@ def problem(code: str) -> HTMLResponse:
     return _page(kind.title, f"<h1>{escape(kind.title)}</h1><p><code>{escape(code)}</code>: {text}</p>")
 
 
-def _index_body(rows: list[PlanRow]) -> Iterator[str]:
+def _index_body(picture: str, rows: list[PlanRow]) -> Iterator[str]:
     yield f"<h1>planner <small>{escape(planner.__version__)}</small></h1>"
     yield "<nav><a href='/openapi.json'>API</a><a href='/v1/models'>Models</a><a href='/v1/devices'>Devices</a>"
     yield "<a href='/metrics'>Metrics</a></nav>"
-    yield from _picture(rows)
+    yield picture
     yield "<h2>Recent plans</h2>"
     yield _table(rows) if rows else f"<p>None yet. Ask for one:</p><pre>{escape(FIRST_REQUEST)}</pre>"
 
 
-def _picture(rows: list[PlanRow]) -> Iterator[str]:
-    """As an image, so that a long schedule does not weigh down the page; hovering works in the picture's own tab."""
-    newest = next((row for row in rows if row.status == "succeeded"), None)
-    if newest is None:
-        return
-    url = f"/v1/plans/{escape(newest.id)}/timeline.svg"
-    words = f"One training step of {escape(newest.model)} on {newest.devices} devices, as predicted"
-    yield f"<figure><a href='{url}'><img src='{url}' alt='{words}'></a><figcaption>{words}</figcaption></figure>"
+def _picture(row: PlanRow, document: str) -> str:
+    """As an image, so that the page does not wait for it; hovering works in the picture's own tab."""
+    url = f"/v1/plans/{escape(row.id)}/timeline.svg"
+    words = f"One training step of {escape(row.model)} on {row.devices} devices, as predicted"
+    actions = sum(map(len, Plan.model_validate_json(document).actions))
+    if actions > MAX_PICTURED_ACTIONS:
+        return f"<p><a href='{url}'>{words}</a> ({actions} actions: a large picture)</p>"
+    return f"<figure><a href='{url}'><img src='{url}' alt='{words}'></a><figcaption>{words}</figcaption></figure>"
 
 
 def _table(rows: list[PlanRow]) -> str:

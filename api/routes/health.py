@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sqlite3
 
 from fastapi import APIRouter, Response
@@ -23,8 +24,9 @@ async def get_health() -> Health:
 
 @router.get("/readyz")
 def get_readiness(parts: ServicesDependency) -> Readiness:
-    """The database can be written and the queue has room; 503 otherwise."""
+    """The database can be written, the search can be loaded (and is, from now on), the queue has room; else 503."""
     _check_store(parts)
+    _check_search()
     waiting = parts.solvers.waiting
     if not parts.solvers.has_room:
         raise NotReadyError(
@@ -49,4 +51,15 @@ def _check_store(parts: Services) -> None:
     except sqlite3.Error as error:
         raise NotReadyError(
             f"the database cannot be written: {error}.", mend="look after its disk.", retry_after_seconds=10
+        ) from None
+
+
+def _check_search() -> None:
+    try:
+        importlib.import_module("planner.search")
+    except ImportError as error:
+        raise NotReadyError(
+            f"the search cannot be loaded: {error}.",
+            mend="install planner with its dependencies.",
+            retry_after_seconds=10,
         ) from None

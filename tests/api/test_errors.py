@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -241,6 +242,12 @@ def test_an_unwritable_database_is_not_ready(
         monkeypatch.setattr("api.store.Store.check_writable", fail)
         assert "disk full" in problem(live.get("/readyz"), 503, "not-ready").detail
         assert live.get("/healthz").status_code == 200
+
+
+def test_a_search_that_cannot_be_loaded_is_not_ready(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installation without OR-Tools is told by the readiness probe, not by the first plan."""
+    monkeypatch.setitem(sys.modules, "planner.search", None)
+    assert "planner.search" in problem(live.get("/readyz"), 503, "not-ready").detail
 
 
 def test_every_problem_type_is_a_page(live: Live) -> None:
