@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,12 +9,13 @@ import torch.distributed as dist
 from torch import nn
 
 from planner.errors import LayoutError, MismatchError
-from planner.executor.gradients import SharedCopy, average_over_replicas
+from planner.executor.gradients import SharedCopy
 from planner.executor.materialise import materialise
 from planner.executor.mesh import Mesh
 from planner.executor.optimizer import COMPUTE_DTYPE, Optimizer
+from planner.executor.replicas import GradientReducer
 from planner.executor.runtime import Loss, PipelineRuntime
-from planner.executor.sharding import replicate, shard_tensors
+from planner.executor.sharding import shard_tensors
 from planner.executor.stages import Boundary, TimedStage
 from planner.executor.streams import RandomStreams
 from planner.executor.timeline import Recorder
@@ -108,7 +108,7 @@ def build_rank(
     recorder = Recorder(device)
     received, sent = boundaries(plan, source, mine)
     stage = TimedStage(
-        replicate(module, mesh),
+        module,
         mesh.pipeline,
         mesh.grid.pipeline,
         device=device,
@@ -125,7 +125,7 @@ def build_rank(
         micro_batches=plan.micro_batches,
         loss=loss,
         recorder=recorder,
-        reduce_gradients=_reduction(module, mesh, recorder),
+        reducer=GradientReducer(module.parameters(), mesh.data_group) if mesh.grid.data > 1 else None,
     )
     copies = _shared_copies(module, cut.shared_parameters, plan, mesh)
     return RankPart(module, runtime, optimizer, streams, recorder, partial, copies)
@@ -163,17 +163,6 @@ def actions_of(plan: Plan) -> tuple[tuple[str, ...], ...]:
         return plan.actions
     ranks = plan.layout.pipeline_parallel_degree
     return build_schedule(plan.layout.schedule, ranks=ranks, micro_batches=plan.micro_batches).to_text()
-
-
-def _reduction(module: nn.Module, mesh: Mesh, recorder: Recorder) -> Callable[[], None]:
-    """The mean over replicas where DDP does not take it; see `planner.executor.sharding.replicate`."""
-
-    def reduce() -> None:
-        if mesh.grid.data > 1 and mesh.grid.tensor > 1:
-            with recorder.span("reduce"):
-                average_over_replicas(module.parameters(), mesh)
-
-    return reduce
 
 
 def _shared_copies(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from planner.errors import DocumentError, MismatchError, RunError
 from planner.executor.build import boundaries, build_rank, stage_ranges
@@ -170,8 +171,11 @@ def _join(device: torch.device, timeout_seconds: float) -> bool:
         return False
     backend = "nccl" if device.type == "cuda" else "gloo"
     bound = device if device.type == "cuda" else None
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), device_id=bound, **alone)
+    timeout = timedelta(seconds=timeout_seconds)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout, device_id=bound)
+    else:  # one process that nobody launched
+        dist.init_process_group(backend, timeout=timeout, device_id=bound, store=HashStore(), rank=0, world_size=1)
     return True
 
 

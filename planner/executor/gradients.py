@@ -1,26 +1,21 @@
-"""What happens to gradients between the last backward and the optimizer, beyond what DDP does.
+"""What happens to gradients between the mean over replicas and the optimizer.
 
-All of it is linear, so the order does not matter: the mean over replicas (when DDP does not take it), the sum over a
-tensor-parallel group of gradients that see only this rank's heads, the sum over the copies of a parameter that several
-stages share. Clipping comes last and sees the whole model's norm.
+Sums first: over a tensor-parallel group for gradients that see only this rank's heads, and over the copies of a
+parameter that several stages share. Clipping comes last and sees the whole model's norm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from planner.executor.mesh import Mesh
 from planner.executor.sharding import local
-
-BUCKET_BYTES = 25 * 1024 * 1024
-"""One collective's worth of gradients, as in DDP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,30 +27,6 @@ class SharedCopy:
     """Ranks with the other copies (one per stage that holds it), of the same replica and shard."""
     is_owner: bool
     """Counts in the model's norm; the other copies are the same parameter again."""
-
-
-@torch.no_grad()
-def average_over_replicas(parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
-    """Replace every gradient by its mean over the data-parallel group."""
-    for bucket in _buckets([local(p.grad) for p in parameters if p.grad is not None]):
-        flat = _flatten_dense_tensors(bucket).div_(mesh.grid.data)  # type: ignore[no-untyped-call]
-        dist.all_reduce(flat, group=mesh.data_group)
-        means = _unflatten_dense_tensors(flat, bucket)  # type: ignore[no-untyped-call]
-        for gradient, mean in zip(bucket, means, strict=True):
-            gradient.copy_(mean)
-
-
-def _buckets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Tensors of one type in runs of about `BUCKET_BYTES`."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        bucket: list[torch.Tensor] = []
-        for tensor in (tensor for tensor in tensors if tensor.dtype == dtype):
-            bucket.append(tensor)
-            if sum(part.nbytes for part in bucket) >= BUCKET_BYTES:
-                yield bucket
-                bucket = []
-        if bucket:
-            yield bucket
 
 
 @torch.no_grad()

@@ -25,6 +25,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from planner.errors import ScheduleError
+from planner.executor.replicas import GradientReducer
 from planner.executor.stages import TimedStage
 from planner.executor.timeline import Recorder
 
@@ -44,7 +45,7 @@ class PipelineRuntime(_PipelineScheduleRuntime):
         micro_batches: micro-batches per step.
         loss: mean loss of one micro-batch; called on the last stage.
         recorder: times the actions.
-        reduce_gradients: called once per step, after the stage's last backward.
+        reducer: takes the mean of the gradients over the replicas; None without replicas.
 
     Raises:
         ScheduleError: torch refuses the lists: an action is missing, doubled or out of order, or they dead-lock.
@@ -58,7 +59,7 @@ class PipelineRuntime(_PipelineScheduleRuntime):
         micro_batches: int,
         loss: Loss,
         recorder: Recorder,
-        reduce_gradients: Callable[[], None],
+        reducer: GradientReducer | None,
     ) -> None:
         # The mean over micro-batches is taken in the loss: scaling the gradients afterwards would divide parameters
         # that two stages of a rank share twice.
@@ -72,7 +73,7 @@ class PipelineRuntime(_PipelineScheduleRuntime):
         except (AssertionError, ValueError) as error:
             raise ScheduleError(f"torch refuses the schedule: {error}", field="actions", mend="plan again.") from None
         self._recorder = recorder
-        self._reduce_gradients = reduce_gradients
+        self._reducer = reducer
         self._by_index = {stage.stage_index: stage for stage in stages}
         self._graphs: dict[int, torch.Tensor] = {}
         self._sends: dict[Unit, list[dist.Work]] = {}
@@ -152,6 +153,8 @@ class PipelineRuntime(_PipelineScheduleRuntime):
         _wait_batch_p2p(self._sends.pop(unit, []))
         self.backward_counter[stage.stage_index] += 1
         last = self.backward_counter[stage.stage_index] == self._n_microbatches
+        if last and self._reducer is not None:
+            self._reducer.arm()
         loss = self._graphs.pop(micro_batch, None) if stage.is_last else None
         stage.backward_one_chunk(micro_batch, loss=loss, full_backward=True, last_backward=last)
         if loss is not None:
@@ -168,7 +171,9 @@ class PipelineRuntime(_PipelineScheduleRuntime):
         self._sends[stage.stage_index, micro_batch] = _batch_p2p(stage.get_bwd_send_ops(micro_batch))
 
     def _reduce(self, stage: TimedStage, micro_batch: int) -> None:
-        self._reduce_gradients()
+        if self._reducer is not None:
+            with self._recorder.span("reduce"):
+                self._reducer.finish()
 
 
 class _MeanLoss:

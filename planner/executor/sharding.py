@@ -1,9 +1,6 @@
-"""Tensor and data parallelism of a stage, with torch's own tools.
+"""Tensor parallelism of a stage: DTensor (`parallelize_module`) by the styles that the model's own plan names.
 
-Tensor parallel: DTensor (`parallelize_module`) by the styles that the model's own plan names; Shoeybi et al. 2019,
-"Megatron-LM", section 3. Data parallel: DistributedDataParallel when parameters are plain tensors. With tensor
-parallelism they are DTensors, which DDP does not take: gradients are averaged after the stage's last backward
-(`planner.executor.gradients`).
+Source of the column and row pattern: Shoeybi et al. 2019, "Megatron-LM", section 3.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 
 from planner.errors import UnsupportedError
 from planner.executor.mesh import Mesh
@@ -70,18 +66,6 @@ def _tied_modules(stage: nn.Module) -> set[str]:
     for name, parameter in stage.named_parameters(remove_duplicate=False):
         users.setdefault(id(parameter), []).append(name.rpartition(".")[0])
     return {name for names in users.values() if len(names) > 1 for name in names}
-
-
-def replicate(stage: nn.Module, mesh: Mesh) -> nn.Module:
-    """Wrap a stage of plain parameters so that its last backward of a step averages the gradients over the replicas,
-    hidden behind the backward; without replicas or parameters the stage itself."""
-    trained = any(parameter.requires_grad for parameter in stage.parameters())
-    if mesh.grid.data == 1 or mesh.grid.tensor > 1 or not trained:
-        return stage
-    # Every replica starts with the same values (`planner.executor.materialise`) and keeps its own buffers.
-    buffers = [name for name, _ in stage.named_buffers()]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(stage, buffers)  # type: ignore[no-untyped-call]
-    return DistributedDataParallel(stage, process_group=mesh.data_group, init_sync=False, gradient_as_bucket_view=True)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

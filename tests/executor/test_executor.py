@@ -104,9 +104,7 @@ def test_wrong_number_of_processes_is_refused(gpt2: ModelSource) -> None:
 def test_plan_of_another_model_is_refused(gpt2: ModelSource, tmp_path: Path) -> None:
     """Told by the layers' names, and by the digest of the profile where the plan carries one."""
     llama = source_of("llama", tmp_path)
-    with pytest.raises(
-        MismatchError, match=r"position 1 the plan has transformer\.h\.0, the model model\.layers\.0"
-    ):
+    with pytest.raises(MismatchError, match=r"position 1 the plan has transformer\.h\.0, the model model\.layers\.0"):
         Executor(_plan(gpt2), llama)
     fewer = make_plan([layer.name for layer in gpt2.cut().layers][:-1])
     with pytest.raises(MismatchError, match="at position 5 the plan has no layer, the model head"):
