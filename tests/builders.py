@@ -59,6 +59,8 @@ class Draft:
     """Seconds of full recomputation; None: as long as the forward. Selective takes half of it, rounded down."""
     kept: int = 0
     """Activation bytes under full recomputation."""
+    drift: float = 0.0
+    """Seconds that every pass of a recomputing row was measured longer than the plain row's: the noise of measuring."""
     exchange: int = 0
     """Bytes all-reduced in forward, and again in backward, when tensor-parallel."""
 
@@ -78,6 +80,7 @@ class Draft:
         share = size / degree
         of_input = self.forward if self.backward_input is None else self.backward_input
         of_weight = self.forward if self.backward_weight is None else self.backward_weight
+        drift = 0.0 if mode == "none" else self.drift
         again = {"none": 0.0, "selective": 0.5, "full": 1.0}[mode]
         saved = {"none": self.activation, "selective": (self.activation + self.kept) // 2, "full": self.kept}[mode]
         phases = ("forward", "backward") if self.exchange and degree > 1 else ()
@@ -90,9 +93,9 @@ class Draft:
             backward_input_flops=self.flops * size // degree,
             backward_weight_flops=self.flops * size // degree,
             recompute_flops=int(again * self.flops * size // degree),
-            forward_seconds=self.forward * share,
-            backward_input_seconds=of_input * share,
-            backward_weight_seconds=of_weight * share,
+            forward_seconds=max(0.0, self.forward + drift) * share,
+            backward_input_seconds=max(0.0, of_input + drift) * share,
+            backward_weight_seconds=max(0.0, of_weight + drift) * share,
             recompute_seconds=again * share * (self.forward if self.recompute is None else self.recompute),
             optimizer_seconds=None if self.optimizer is None else self.optimizer / degree,
             activation_bytes=saved * size // degree,

@@ -55,7 +55,8 @@ def drafts(draw: st.DrawFn, kind: str, optimizer: float | None) -> Draft:
         temporary=draw(sizes()),
         optimizer=optimizer,
         modes=draw(st.sampled_from(_MODES)),
-        recompute=draw(seconds()),
+        recompute=draw(st.one_of(st.just(0.0), seconds())),
+        drift=draw(st.sampled_from((0.0, 0.0, 2e-6, -2e-6, -10e-6))),
         exchange=draw(sizes()),
         flops=draw(st.integers(0, 1000)),
     )

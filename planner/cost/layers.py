@@ -3,7 +3,8 @@
 Durations are whole nanoseconds (ticks), rounded once per layer, so that simulation, solver and validator agree to the
 last digit. Per layer l, recompute mode r, micro-batch:
 
-    (T1)  f(l)   = forward + sum of its forward collectives over the tensor-parallel group   -> LayerCost.forward_ticks
+    (T1)  f(l)   = forward + sum of its forward collectives over the tensor-parallel group, the same for every r
+                                                                                            -> LayerCost.forward_ticks
     (T2)  b(l,r) = input gradient + weight gradient + its backward collectives
                    + recomputation (with the forward collectives again)                     -> LayerCost.backward_ticks
     (T3)  u(l)   = optimizer step over the layer's parameters: measured, else the bytes it reads and writes over the
@@ -153,8 +154,9 @@ def layout_costs(work: Workload, layout: Layout) -> LayoutCosts:
     for layer, options in zip(work.profile.layers, rows, strict=True):
         key = (id(options), layer.parameters)
         if key not in priced:
-            pricing = _LayerPricing(work, layout, tensor_group, data_group, layer.parameters)
-            priced[key] = {mode: pricing.cost(options[mode]) for mode in modes_of(options)}
+            modes = modes_of(options)
+            pricing = _LayerPricing(work, layout, tensor_group, data_group, layer.parameters, options[modes[0]])
+            priced[key] = {mode: pricing.cost(options[mode]) for mode in modes}
         layers.append(priced[key])
     return LayoutCosts(
         work=work,
@@ -201,18 +203,21 @@ class _LayerPricing:
     tensor_group: Group
     data_group: Group
     layer_parameters: int
+    plain: Measurement
+    """The row that recomputes least. What no recompute mode changes (forward, parameters, optimizer, output) is read
+    here for all modes: measured noise between the rows must not make one mode's forward faster than another's."""
 
     def cost(self, row: Measurement) -> LayerCost:
         work, zero = self.work, self.layout.zero_stage
         seconds = computation(row, work.device, work.profile.dtype)
-        forward_exchange = self._exchange_ticks(row, "forward")
+        forward_exchange = self._exchange_ticks(self.plain, "forward")
         backward_exchange = self._exchange_ticks(row, "backward")
-        forward = ticks(seconds.forward_seconds)
+        forward = ticks(computation(self.plain, work.device, work.profile.dtype).forward_seconds)
         weight = ticks(seconds.backward_weight_seconds)
         backward = ticks(seconds.backward_input_seconds) + weight
         recompute = ticks(seconds.recompute_seconds)
         replayed_exchange = forward_exchange if row.recompute == "full" else 0
-        parameters = self.local_parameters(row)
+        parameters = self.local_parameters()
         return LayerCost(
             mode=row.recompute,
             forward_compute_ticks=forward,
@@ -222,23 +227,23 @@ class _LayerPricing:
             communication_ticks=forward_exchange + backward_exchange + replayed_exchange,
             forward_ticks=forward + forward_exchange,
             backward_ticks=backward + recompute + backward_exchange + replayed_exchange,
-            optimizer_ticks=self._optimizer_ticks(row, parameters),
+            optimizer_ticks=self._optimizer_ticks(parameters),
             reduction_ticks=self._reduction_ticks(parameters),
             parameters=parameters,
             parameters_bytes=self._sharded(parameters * work.recipe.parameter_bytes, zero >= 3),
             gradients_bytes=self._sharded(parameters * work.recipe.gradient_bytes, zero >= 2),
             optimizer_bytes=self._sharded(parameters * work.recipe.optimizer_bytes, zero >= 1),
             activation_bytes=row.activation_bytes,
-            output_bytes=row.output_bytes,
+            output_bytes=self.plain.output_bytes,
             temporary_bytes=row.temporary_bytes,
-            model_flops=row.forward_flops + row.backward_input_flops + row.backward_weight_flops,
+            model_flops=self.plain.forward_flops + self.plain.backward_input_flops + self.plain.backward_weight_flops,
         )
 
-    def local_parameters(self, row: Measurement) -> int:
+    def local_parameters(self) -> int:
         """Elements on one rank of the tensor-parallel group."""
-        if row.local_parameters is not None:
-            return row.local_parameters
-        return -(-self.layer_parameters // row.tensor_parallel_degree)
+        if self.plain.local_parameters is not None:
+            return self.plain.local_parameters
+        return -(-self.layer_parameters // self.plain.tensor_parallel_degree)
 
     def _sharded(self, size_bytes: int, is_sharded: bool) -> int:
         return -(-size_bytes // self.layout.data_parallel_degree) if is_sharded else size_bytes
@@ -254,10 +259,10 @@ class _LayerPricing:
             )
         )
 
-    def _optimizer_ticks(self, row: Measurement, parameters: int) -> int:
+    def _optimizer_ticks(self, parameters: int) -> int:
         shards = self.layout.data_parallel_degree if self.layout.zero_stage else 1
-        if row.optimizer_seconds is not None:
-            return ticks(row.optimizer_seconds / shards)
+        if self.plain.optimizer_seconds is not None:
+            return ticks(self.plain.optimizer_seconds / shards)
         bandwidth = self.work.device.memory_bandwidth_bytes_per_second
         if bandwidth is None:
             return 0

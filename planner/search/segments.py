@@ -29,8 +29,6 @@ Mask = NDArray[np.bool_]
 LayerModes = tuple[LayerCost, ...]
 """The allowed recompute choices of one layer, from least to most recomputation."""
 
-_MOST_THRESHOLDS = 64
-
 
 def allowed_modes(costs: LayoutCosts, wish: Sequence[str]) -> tuple[LayerModes, ...]:
     """Choices of every layer under a recompute wish: ``none``, ``full``, or ``per-layer`` for any mix.
@@ -151,28 +149,29 @@ class Segments:
     def least_bytes(self) -> Table:
         """Least peak of every segment over all recompute choices, reserved bytes apart: equation (G3).
 
-        For each bound t on the temporary, every layer takes the mode of least activations among those within t.
+        For each bound t on the temporaries of layers that can recompute, each of them takes the mode of least
+        activations among those within t; the largest temporary of the other layers of a segment is what it is.
         """
         most = np.int64(2**62)
         best = np.full(np.broadcast_shapes(self.starts.shape, self.stops.shape), most)
+        others = self._largest(lambda options: options[0].temporary_bytes if len(options) == 1 else 0)
         for threshold in self._thresholds():
-            allowed = [[cost for cost in options if cost.temporary_bytes <= threshold] for options in self.modes]
+            allowed = [
+                [cost for cost in options if len(options) == 1 or cost.temporary_bytes <= threshold]
+                for options in self.modes
+            ]
             least = [min((cost.activation_bytes for cost in fit), default=-1) for fit in allowed]
             prefix = np.concatenate([[0], np.cumsum([max(0, value) for value in least], dtype=np.int64)])
             missing = np.concatenate([[0], np.cumsum([value < 0 for value in least], dtype=np.int64)])
-            total = self.fixed_bytes + self._units * (prefix[self.stops] - prefix[self.starts]) + threshold
+            held = self._units * (prefix[self.stops] - prefix[self.starts])
+            total = self.fixed_bytes + held + np.maximum(others, threshold)
             possible = missing[self.stops] == missing[self.starts]
             best = np.minimum(best, np.where(possible, total, most))
         return best
 
     def _thresholds(self) -> list[int]:
-        values = sorted({cost.temporary_bytes for options in self.modes for cost in options})
-        step = -(-len(values) // _MOST_THRESHOLDS)
-        return (
-            values[step - 1 :: step]
-            if values[-1] in values[step - 1 :: step]
-            else [*values[step - 1 :: step], values[-1]]
-        )
+        """Temporaries of layers that can recompute; 0 stands for segments without such layers."""
+        return sorted({0} | {cost.temporary_bytes for options in self.choosers for cost in options})
 
     @cached_property
     def fits(self) -> Mask:

@@ -75,10 +75,12 @@ class Job(Document):
 
 
 def allows(constraint: Constraint | None, value: Scalar) -> bool:
-    """Does a constraint permit the value of a layout field? None permits all."""
+    """Does a constraint permit the value of a layout field? None permits all; a range permits no word."""
     if constraint is None:
         return True
     if isinstance(constraint, Range):
+        if isinstance(value, str):
+            return False
         above = constraint.min is None or int(value) >= constraint.min
         return above and (constraint.max is None or int(value) <= constraint.max)
     if isinstance(constraint, tuple):

@@ -106,7 +106,7 @@ class StepCheck:
         peak = facts.device.peak_flops_per_second.get(facts.profile.dtype)
         if peak is None:
             return None
-        rows = [price.row for stage in range(len(self.stage_map)) for price in self._layers(stage)]
+        rows = [price.plain for stage in range(len(self.stage_map)) for price in self._layers(stage)]
         flops = sum(row.forward_flops + row.backward_input_flops + row.backward_weight_flops for row in rows)
         per_stage = facts.layout.data_parallel_degree * facts.layout.tensor_parallel_degree
         return flops * facts.micro_batches * per_stage / (seconds * facts.layout.devices * peak)

@@ -5,8 +5,10 @@ Durations are whole nanoseconds, rounded once per layer and part, because the pl
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import get_args
 
 from planner.spec.profile import LayerProfile, Measurement, RecomputeMode, SharedParameters
 from planner.spec.recipes import OgpRecipe, recipe
@@ -35,6 +37,8 @@ class LayerPrice:
     """One layer, one micro-batch, one rank; times in nanoseconds."""
 
     row: Measurement
+    plain: Measurement
+    """The row of the same layer that recomputes least."""
     forward: int
     backward_input: int
     backward_weight: int
@@ -90,7 +94,8 @@ class Prices:
         for layer in self.facts.profile.layers:
             key = (id(layer.measurements), layer.parameters)
             if key not in known:
-                known[key] = {mode: self._layer(layer, row) for mode, row in self.facts.rows(layer).items()}
+                rows = self.facts.rows(layer)
+                known[key] = {mode: self._price(layer, row, plain_row(rows)) for mode, row in rows.items()}
             prices.append(known[key])
         return tuple(prices)
 
@@ -114,7 +119,7 @@ class Prices:
         for index, layer in enumerate(facts.profile.layers):
             over = [edge for edge in facts.profile.edges if order[edge.from_] <= index < order[edge.to]]
             samples = facts.layout.micro_batch_size
-            output = next(iter(facts.rows(layer).values())).output_bytes
+            output = plain_row(facts.rows(layer)).output_bytes
             sizes.append(output + sum(edge.bytes * samples for edge in over))
         return tuple(sizes)
 
@@ -126,16 +131,16 @@ class Prices:
         """Nanoseconds from stage `boundary` to the next when this layer is its last: equation (T5)."""
         return nanoseconds(send_seconds(self.boundary_bytes[last_layer], self.facts.boundary_links[boundary]))
 
-    def _layer(self, layer: LayerProfile, row: Measurement) -> LayerPrice:
-        facts = self.facts
-        seconds = layer_seconds(row, facts.device, facts.profile.dtype)
-        exchanged_forward = self._exchange(row, "forward")
-        elements = row.local_parameters
-        if elements is None:
-            elements = _share(layer.parameters, row.tensor_parallel_degree)
+    def _price(self, layer: LayerProfile, row: Measurement, plain: Measurement) -> LayerPrice:
+        """Backward, recomputation, activations and temporaries are the mode's; all else is the plain row's."""
+        device, dtype = self.facts.device, self.facts.profile.dtype
+        seconds = layer_seconds(row, device, dtype)
+        exchanged_forward = self._exchange(plain, "forward")
+        elements = local_elements(layer, plain)
         return LayerPrice(
             row=row,
-            forward=nanoseconds(seconds.forward),
+            plain=plain,
+            forward=nanoseconds(layer_seconds(plain, device, dtype).forward),
             backward_input=nanoseconds(seconds.backward_input),
             backward_weight=nanoseconds(seconds.backward_weight),
             recompute=nanoseconds(seconds.recompute),
@@ -143,7 +148,7 @@ class Prices:
             exchanged_backward=self._exchange(row, "backward"),
             exchanged_again=exchanged_forward if row.recompute == "full" else 0,
             reduction=self._reduction(elements),
-            update=self._update(row, elements),
+            update=self._update(plain, elements),
             state=self._state(elements),
         )
 
@@ -194,9 +199,7 @@ class Prices:
         names = [layer.name for layer in facts.profile.layers]
         users = tuple(sorted({names.index(name) for name in shared.layers}))
         last, price = facts.profile.layers[users[-1]], next(iter(self.layers[users[-1]].values()))
-        of_layer = price.row.local_parameters
-        if of_layer is None:
-            of_layer = _share(last.parameters, price.row.tensor_parallel_degree)
+        of_layer = local_elements(last, price.plain)
         elements = min(_share(shared.parameters, facts.layout.tensor_parallel_degree), of_layer)
         link = facts.intra_node if facts.is_one_node else facts.inter_node
         half = elements * ogp.gradient_bytes / 2
@@ -210,6 +213,18 @@ class Prices:
                 optimizer=elements * ogp.optimizer_bytes // by_optimizer,
             ),
         )
+
+
+def plain_row(rows: Mapping[RecomputeMode, Measurement]) -> Measurement:
+    """The row that recomputes least."""
+    return next(rows[mode] for mode in get_args(RecomputeMode) if mode in rows)
+
+
+def local_elements(layer: LayerProfile, plain: Measurement) -> int:
+    """Parameters of a layer on the fullest rank of its tensor-parallel group."""
+    if plain.local_parameters is not None:
+        return plain.local_parameters
+    return _share(layer.parameters, plain.tensor_parallel_degree)
 
 
 def _share(whole: int, parts: int) -> int:

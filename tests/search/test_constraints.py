@@ -1,0 +1,179 @@
+"""What the job fixes, bounds or lists is kept, and still answered with the optimum of what is left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.cost import TICK_SECONDS
+from planner.errors import PlannerError, SpecError, UnknownNameError, UnsupportedError
+from planner.search import plan
+from planner.spec import Infeasible, Plan
+from planner.spec.job import Range
+from planner.validate import check
+from tests.brute_force import Priced, price_all
+from tests.builders import cluster, four_equal_layers, job, layer, profile, request, with_recompute
+from tests.strategies import Instance, instances
+
+FIELDS = ("data_parallel_degree", "tensor_parallel_degree", "pipeline_parallel_degree", "micro_batch_size")
+DEGREES = st.sampled_from([1, 2, 3, 4, 8])
+CONSTRAINTS = st.one_of(
+    DEGREES,
+    st.lists(DEGREES, min_size=1, max_size=3).map(tuple),
+    st.builds(lambda low, more: Range(min=low, max=low + more), DEGREES, st.integers(0, 4)),
+    st.builds(lambda low: Range(min=low), DEGREES),
+    st.builds(lambda high: Range(max=high), DEGREES),
+)
+
+
+def permits(constraint: Any, value: int) -> bool:
+    """Fixed, listed or bounded."""
+    if isinstance(constraint, Range):
+        return (constraint.min or value) <= value <= (constraint.max or value)
+    return value in constraint if isinstance(constraint, tuple) else value == constraint
+
+
+def ask(instance: Instance, **wishes: Any) -> tuple[Plan | Infeasible, list[Priced]]:
+    """The answer under constraints, and all stage maps without them."""
+    step = instance.job.model_copy(update={"constraints": wishes})
+    found = plan(request(instance.profile, instance.cluster, step, top=0), instance.profile)
+    return found, price_all(instance.profile, instance.cluster, instance.job)
+
+
+def expect_best(found: Plan | Infeasible, allowed: list[Priced], instance: Instance) -> None:
+    """The answer is the least of the allowed, or says that there is none."""
+    if not allowed:
+        assert isinstance(found, Infeasible)
+        assert found.reasons
+        return
+    assert isinstance(found, Plan)
+    least = min(one.nanoseconds for one in allowed)
+    assert found.prediction.step_seconds == pytest.approx(least * TICK_SECONDS, rel=1e-12)
+    assert check(found, instance.profile).problems == ()
+
+
+@settings(max_examples=40)
+@given(instances(), st.dictionaries(st.sampled_from(FIELDS), CONSTRAINTS, max_size=2))
+def test_degrees_and_sizes(instance: Instance, wishes: dict[str, Any]) -> None:
+    """Whole-numbered fields fixed, listed or bounded: the least of the layouts that are left."""
+    found, priced = ask(instance, **wishes)
+    allowed = [
+        one for one in priced if all(permits(wish, getattr(one.layout, field)) for field, wish in wishes.items())
+    ]
+    expect_best(found, allowed, instance)
+
+
+@settings(max_examples=30)
+@given(instances(), st.sampled_from(["none", "full", ("none", "full"), ("full", "selective"), "per-layer"]))
+def test_recompute(instance: Instance, wish: str | tuple[str, ...]) -> None:
+    """Layers that offer a wished mode take one of them, the others keep what they have; per-layer is any mix."""
+    found, priced = ask(instance, recompute=wish)
+    wished = {wish} if isinstance(wish, str) else set(wish)
+    offered = [{row.recompute for row in one.measurements} for one in instance.profile.layers]
+
+    def keeps(one: Priced) -> bool:
+        pairs = [pair for stage in one.stage_map for pair in stage]
+        return "per-layer" in wished or all(mode in wished or not offered[place] & wished for place, mode in pairs)
+
+    expect_best(found, [one for one in priced if keeps(one)], instance)
+
+
+@settings(max_examples=20)
+@given(instances(), st.sampled_from(["gpipe", "1f1b", ("gpipe", "1f1b")]))
+def test_schedules(instance: Instance, wish: str | tuple[str, ...]) -> None:
+    """Only the wished schedules."""
+    found, priced = ask(instance, schedule=wish)
+    expect_best(found, [one for one in priced if one.layout.schedule in wish], instance)
+
+
+def test_schedule_aliases_are_understood() -> None:
+    """AFAB is GPipe's other name."""
+    model = four_equal_layers()
+    found = plan(request(model, cluster(4), job(pipeline_parallel_degree=4, schedule="AFAB")), model)
+    assert isinstance(found, Plan)
+    assert found.layout.schedule == "gpipe"
+    assert check(found, model).ok
+
+
+@pytest.mark.parametrize(
+    ("modes", "word"), [(["none"], "none"), (["full"], "full"), (["none", "full"], "per-layer"), ([], "none")]
+)
+def test_layout_tells_what_recomputes(modes: list[str], word: str) -> None:
+    """One word when all layers that could choose chose the same, per-layer otherwise."""
+    costs = {"activation": 1_000_000, "kept": 0}
+    parts = [layer(f"k{place}", forward=place * 1e-3 + 1e-3, modes=("none", "full"), **costs) for place in range(2)]
+    model = profile(*parts) if modes else four_equal_layers()
+    memory = {"none": 10**9, "full": 100_000}.get(modes[0] if len(modes) == 1 else "none", 10**9)
+    machines = cluster(1, memory_bytes=1_500_000 if len(modes) == 2 else memory)
+    found = plan(request(model, machines, job(4, schedule="1f1b")), model)
+    assert isinstance(found, Plan)
+    assert found.layout.recompute == word
+
+
+@pytest.mark.parametrize(
+    ("wishes", "field"),
+    [
+        ({"context_parallel_degree": 2}, "context_parallel_degree"),
+        ({"expert_parallel_degree": Range(min=2)}, "expert_parallel_degree"),
+        ({"virtual_stages_per_rank": (2, 4)}, "virtual_stages_per_rank"),
+        ({"zero_stage": 1}, "zero_stage"),
+        ({"sequence_parallel": True}, "sequence_parallel"),
+        ({"recompute": "sometimes"}, "recompute"),
+        ({"recompute": Range(min=0, max=1)}, "recompute"),
+        ({"schedule": "zb-h1"}, "schedule"),
+    ],
+)
+def test_what_the_executor_cannot_run_is_refused(wishes: dict[str, Any], field: str) -> None:
+    """A constraint that no runnable layout meets is refused with the field and what to write instead."""
+    model = with_recompute()
+    with pytest.raises(UnsupportedError) as caught:
+        plan(request(model, cluster(4), job(**wishes)), model)
+    (problem,) = caught.value.problems
+    assert problem.field == f"job.constraints.{field}"
+    assert problem.mend
+
+
+@pytest.mark.parametrize("wish", ["no-such-schedule", 4, Range(min=1)])
+def test_unknown_schedules_are_refused(wish: Any) -> None:
+    """A schedule that nobody knows is named with those that are known."""
+    model = four_equal_layers()
+    with pytest.raises(UnknownNameError, match="gpipe"):
+        plan(request(model, cluster(4), job(schedule=wish)), model)
+
+
+def test_constraints_without_a_layout_name_themselves() -> None:
+    """An impossible degree is a result with the constraint as its reason."""
+    model = four_equal_layers()
+    found = plan(request(model, cluster(4), job(pipeline_parallel_degree=3)), model)
+    assert isinstance(found, Infeasible)
+    assert found.reasons == ("the constraint pipeline_parallel_degree = 3 leaves none of the 6 layouts",)
+    together = plan(request(model, cluster(4), job(pipeline_parallel_degree=2, data_parallel_degree=4)), model)
+    assert isinstance(together, Infeasible)
+    assert together.reasons == ("no layout meets all constraints together",)
+
+
+def test_batches_that_never_divide() -> None:
+    """No degrees at all: the reason shows devices, batch, and what the profile was measured at."""
+    model = profile(layer() * 2, sizes=(2,), degrees=(1, 2))
+    found = plan(request(model, cluster(16), job(3)), model)
+    assert isinstance(found, Infeasible)
+    assert "16 devices" in found.reasons[0]
+    assert "global batch of 3" in found.reasons[0]
+    assert "(2)" in found.reasons[0]
+    assert "(1, 2)" in found.reasons[0]
+
+
+def test_request_of_another_profile_is_refused() -> None:
+    """A request is bound to its profile by digest."""
+    with pytest.raises(SpecError, match="the request was made for profile"):
+        plan(request(four_equal_layers(), cluster(4), job()), with_recompute())
+
+
+def test_refusals_are_planner_errors() -> None:
+    """What does not belong together is refused before any search."""
+    model = four_equal_layers()
+    with pytest.raises(PlannerError, match="precision"):
+        plan(request(model, cluster(4), job(precision="fp32")), model)
