@@ -1,0 +1,219 @@
+"""The main job on real input, end to end: profile, plan over HTTP, train under torchrun, compare (`make demo`).
+
+Every step is a command or a request that you can repeat by hand; the demo prints each one before it runs it. What it
+writes stands in demo-output/.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+OUTPUT = Path("demo-output")
+MODEL = "gpt2"
+RANKS = 4
+SEQUENCE_LENGTH = 64
+GLOBAL_BATCH_SIZE = 8
+MICRO_BATCH_SIZES = "1,2,4"
+STEPS = 20
+REFERENCE_STEPS = 3
+DEVICE_MEMORY_FRACTION = 0.8
+"""Of what one device would need for the whole model's optimizer states, gradients and parameters: so it must split."""
+ADAMW_FP32_BYTES = 16
+"""Per parameter: value, gradient and two optimizer states of 4 bytes."""
+
+
+def main() -> int:
+    """Run all steps; the exit status is that of the step that failed, or 0."""
+    started = time.monotonic()
+    OUTPUT.mkdir(exist_ok=True)
+    title("1. Profile GPT-2 small (124 M parameters) on this machine's CPU, loaded as four ranks will load it")
+    planner("profile", MODEL, "--device", "cpu", "--sequence-length", str(SEQUENCE_LENGTH), "--micro-batch-sizes",
+            MICRO_BATCH_SIZES, "--concurrency", str(RANKS), "-o", OUTPUT / "profile.json")  # fmt: skip
+    title("2. Measure the links between four local ranks under torchrun (gloo)")
+    planner("links", "--ranks", str(RANKS), "-o", OUTPUT / "links.json", shown=8)
+    title("3. Start the service and ask it over HTTP for a plan")
+    write("job.json", job())
+    write("cluster.json", cluster())
+    with service() as address:
+        plan = request_plan(address)
+    title(f"4. Train {STEPS} steps by that stage map under torchrun, on the sources of Python's standard library")
+    planner("run", OUTPUT / "plan.json", "--model", MODEL, "--steps", str(STEPS), "--reference-steps",
+            str(REFERENCE_STEPS), "-o", OUTPUT / "measured.json", "--metrics", OUTPUT / "metrics.jsonl")  # fmt: skip
+    title("5. Draw what was predicted and what was measured")
+    draw()
+    return finish(plan, time.monotonic() - started)
+
+
+def job() -> dict[str, Any]:
+    """What is to be trained."""
+    return {
+        "global_batch_size": GLOBAL_BATCH_SIZE,
+        "sequence_length": SEQUENCE_LENGTH,
+        "precision": "fp32",
+        "optimizer": "adamw",
+    }
+
+
+def cluster() -> dict[str, Any]:
+    """Four CPU ranks as measured, each with too little memory for the whole model."""
+    profile = read("profile.json")
+    whole = ADAMW_FP32_BYTES * (sum(layer["parameters"] for layer in profile["layers"]) - shared_parameters(profile))
+    device = profile["device_spec"]
+    limit = int(DEVICE_MEMORY_FRACTION * (whole + (device["reserved_bytes"] or 0)))
+    say(f"each of {RANKS} devices may hold {limit / 2**30:.2f} GiB; the model alone needs {whole / 2**30:.2f} GiB")
+    group = {
+        "name": "this-machine",
+        "device": device | {"memory_bytes": limit},
+        "nodes": 1,
+        "devices_per_node": RANKS,
+        "intra_node": read("links.json"),
+    }
+    return {"name": "four-local-ranks", "node_groups": [group]}
+
+
+def shared_parameters(profile: dict[str, Any]) -> int:
+    """Elements that stand in the profile twice: GPT-2's head is its token embedding."""
+    return sum(shared["parameters"] * (len(shared["layers"]) - 1) for shared in profile["shared_parameters"])
+
+
+@contextmanager
+def service() -> Iterator[str]:
+    """The real service on a free port; gives its address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [*command_line("serve"), "--port", str(port), "--database", str(OUTPUT / "planner.db")]
+    show(command)
+    with (OUTPUT / "service.log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+        try:
+            address = f"http://127.0.0.1:{port}"
+            wait_until_ready(address, process)
+            yield address
+        finally:
+            process.terminate()
+
+
+def wait_until_ready(address: str, process: subprocess.Popen[bytes]) -> None:
+    """Poll the service's own readiness."""
+    for _ in range(300):
+        if process.poll() is not None:
+            sys.exit(f"the service ended; see {OUTPUT / 'service.log'}")
+        try:
+            urllib.request.urlopen(f"{address}/readyz", timeout=5).close()
+            return
+        except (urllib.error.URLError, ConnectionError):
+            time.sleep(0.1)
+    sys.exit("the service is not ready after 30 seconds")
+
+
+def request_plan(address: str) -> dict[str, Any]:
+    """Ask for a plan, first of one device (which cannot), then of all."""
+    body = {"profile": read("profile.json"), "cluster": read("cluster.json"), "job": read("job.json")}
+    single = {"pipeline_parallel_degree": 1, "tensor_parallel_degree": 1}
+    alone = post(f"{address}/v1/plans", body | {"job": body["job"] | {"constraints": single}})
+    say(f"without a split: {alone.get('status')}: {alone['reasons'][0]}")
+    begun = time.monotonic()
+    plan = post(f"{address}/v1/plans", body)
+    say(f"with one: plan {plan['id'][:12]} after {time.monotonic() - begun:.2f} s")
+    begun = time.monotonic()
+    again = post(f"{address}/v1/plans", body)
+    say(f"asked again: plan {again['id'][:12]} after {time.monotonic() - begun:.2f} s, without solving")
+    write("plan.json", plan)
+    for sentence in plan["explanation"]:
+        say(sentence)
+    for stage in plan["stages"]:
+        names = [layer["name"] for layer in stage["layers"]]
+        recomputed = sum(layer["recompute"] != "none" for layer in stage["layers"])
+        say(f"stage {stage['index']} on ranks {stage['ranks']}: {names[0]} .. {names[-1]}, "
+            f"{len(names)} layers, {recomputed} recomputed")  # fmt: skip
+    return plan
+
+
+def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    """POST JSON and wait for the answer; a problem document ends the demo with its text."""
+    say(f"POST {url}")
+    headers = {"Content-Type": "application/json", "Prefer": "wait=60"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=120) as response:
+            if response.status == 202:
+                sys.exit(f"no plan within the wait; poll {response.headers['Location']}")
+            answer: dict[str, Any] = json.load(response)
+            return answer
+    except urllib.error.HTTPError as error:
+        sys.exit(f"{error.code}: {error.read().decode()}")
+
+
+def draw() -> None:
+    """Chrome traces of both, and one picture of both."""
+    plan, measured = OUTPUT / "plan.json", OUTPUT / "measured.json"
+    planner("timeline", plan, "-o", OUTPUT / "predicted-trace.json")
+    planner("timeline", measured, "-o", OUTPUT / "measured-trace.json")
+    for name in ("timeline.html", "timeline.svg"):
+        planner("timeline", plan, measured, "-o", OUTPUT / name)
+
+
+def finish(plan: dict[str, Any], seconds: float) -> int:
+    """Say what came out, and fail if training did not learn."""
+    measured = read("measured.json")
+    predicted, real = plan["prediction"]["step_seconds"], measured["median_step_seconds"]
+    say(f"step: predicted {predicted:.3f} s, measured {real:.3f} s ({100 * (predicted / real - 1):+.1f} %)")
+    say(f"loss: {measured['losses'][0]:.3f} -> {measured['losses'][-1]:.3f} after {measured['steps']} steps")
+    say(f"all of it took {seconds:.0f} s; look at {OUTPUT / 'timeline.html'}, or open the traces in ui.perfetto.dev")
+    return 0 if measured["losses"][-1] < measured["losses"][0] else 1
+
+
+def planner(*arguments: object, shown: int | None = None) -> None:
+    """Run a `planner` command as a user would; `shown`: lines of its output to show."""
+    command = [*command_line(str(arguments[0])), *map(str, arguments[1:])]
+    show(command)
+    done = subprocess.run(command, stdout=subprocess.PIPE if shown is not None else None, text=True)
+    if shown is not None:
+        print("\n".join(done.stdout.splitlines()[:shown]), flush=True)
+    if done.returncode != 0:
+        sys.exit(done.returncode)
+
+
+def command_line(verb: str) -> list[str]:
+    """The `planner` command of this Python."""
+    return [str(Path(sys.executable).parent / "planner"), verb]
+
+
+def show(command: Sequence[str]) -> None:
+    """Print a command as one would type it."""
+    print(f"$ {shlex.join(['planner', *command[1:]])}", flush=True)
+
+
+def title(text: str) -> None:
+    """Start a step."""
+    print(f"\n== {text}", flush=True)
+
+
+def say(text: str) -> None:
+    """One line of words."""
+    print(f"   {text}", flush=True)
+
+
+def read(name: str) -> Any:
+    """A JSON document of the output folder."""
+    return json.loads((OUTPUT / name).read_text(encoding="utf-8"))
+
+
+def write(name: str, document: Any) -> None:
+    """Write a JSON document to the output folder."""
+    (OUTPUT / name).write_text(json.dumps(document, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
