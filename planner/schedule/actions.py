@@ -75,6 +75,8 @@ class Schedule:
     """Pipeline rank of each stage's second copy, which runs the later half of the micro-batches; empty: no copies."""
     paired: frozenset[Action] = frozenset()
     """Actions that overlap with the action just before them on their rank: a forward and a backward side by side."""
+    joint_pairs: bool = False
+    """Pairs start when both have their input, and hand on both outputs when both have ended, as one kernel would."""
     recompute_stop: int | None = None
     """Micro-batches below it run their forward again while the rank waits for the gradient, as in torchgpipe, and the
     others not at all; None: whatever is recomputed is recomputed inside the backward."""

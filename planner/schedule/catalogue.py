@@ -6,27 +6,49 @@ from functools import lru_cache
 
 from planner.errors import LayoutError, UnknownNameError
 from planner.schedule.actions import Schedule
+from planner.schedule.chimera import CHIMERA
+from planner.schedule.dualpipe import DUALPIPE
+from planner.schedule.dualpipev import DUALPIPEV
 from planner.schedule.eager_1f1b import EAGER_1F1B
 from planner.schedule.entry import ScheduleEntry, Shape
 from planner.schedule.gpipe import GPIPE
+from planner.schedule.hanayo import HANAYO
 from planner.schedule.interleaved_1f1b import INTERLEAVED_1F1B
 from planner.schedule.interleaved_memory_optimised import INTERLEAVED_MEMORY_OPTIMISED
 from planner.schedule.looped_bfs import LOOPED_BFS
 from planner.schedule.one_f_one_b import ONE_F_ONE_B
+from planner.schedule.overlapped_1f1b import OVERLAPPED_1F1B
+from planner.schedule.pipedream import PIPEDREAM
+from planner.schedule.seqpipe import SEQPIPE
+from planner.schedule.seqsmartvpp import SEQSMARTVPP
+from planner.schedule.seqvpp import SEQVPP
+from planner.schedule.torchgpipe import TORCHGPIPE
 from planner.schedule.zb_h1 import ZB_H1
+from planner.schedule.zb_h1_fused import ZB_H1_FUSED
 from planner.schedule.zb_h2 import ZB_H2
 from planner.schedule.zb_v import ZB_V
 
 ENTRIES: tuple[ScheduleEntry, ...] = (
     GPIPE,
+    TORCHGPIPE,
     ONE_F_ONE_B,
     EAGER_1F1B,
+    OVERLAPPED_1F1B,
     INTERLEAVED_1F1B,
     INTERLEAVED_MEMORY_OPTIMISED,
     LOOPED_BFS,
+    SEQPIPE,
+    SEQVPP,
+    SEQSMARTVPP,
     ZB_H1,
+    ZB_H1_FUSED,
     ZB_H2,
     ZB_V,
+    DUALPIPEV,
+    DUALPIPE,
+    CHIMERA,
+    HANAYO,
+    PIPEDREAM,
 )
 
 LARGEST_SCHEDULE_UNITS = 1_000_000
@@ -56,7 +78,13 @@ def canonical_name(name: str) -> str:
 
 
 def build(
-    name: str, *, ranks: int, micro_batches: int, virtual_stages: int | None = None, sequence_chunks: int = 1
+    name: str,
+    *,
+    ranks: int,
+    micro_batches: int,
+    virtual_stages: int | None = None,
+    sequence_chunks: int = 1,
+    recompute: str = "",
 ) -> Schedule:
     """The schedule of one step.
 
@@ -66,15 +94,15 @@ def build(
         micro_batches: of one step and data-parallel rank.
         virtual_stages: stages per rank; None is the fewest that the schedule takes (2 for zb-v, 1 for 1f1b).
         sequence_chunks: pieces that each micro-batch's sequence is cut into.
+        recompute: of torchgpipe, which micro-batches recompute: always, except_last or never; empty is its default.
 
     Raises:
         UnknownNameError: no schedule has this name.
         LayoutError: the schedule does not take these numbers; the message shows them.
     """
     entry = find(name)
-    shape = Shape(
-        ranks, micro_batches, entry.least_virtual_stages if virtual_stages is None else virtual_stages, sequence_chunks
-    )
+    virtual_stages = entry.least_virtual_stages if virtual_stages is None else virtual_stages
+    shape = Shape(ranks, micro_batches, virtual_stages, sequence_chunks, recompute)
     _check_sizes(shape)
     return _build(entry.name, shape)
 

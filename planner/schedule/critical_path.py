@@ -70,6 +70,7 @@ class CriticalPath:
     def evaluate(self, durations: Durations, tails: Sequence[float] = ()) -> float:
         """Right side of (1): no schedule of this order is shorter at these durations."""
         counts: list[int] = [count for name in _WORKS for count in getattr(self, name)]
+        counts += [0] * len(self.forward)
         chunks = len(self.forward) // (len(self.transfer_forward) + 1)
         transfers = (0, *self.transfer_forward, *self.transfer_backward)
         return (

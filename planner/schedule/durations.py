@@ -101,6 +101,7 @@ class Durations:
             plain,
             _subtract(forward, overlap),
             _subtract(_add(recompute, plain), overlap),
+            [0] * len(forward),
         )
         return [seconds for work in works for seconds in work]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from planner.errors import LayoutError
 from planner.schedule.actions import Action, Schedule
@@ -17,6 +17,8 @@ class Shape:
     micro_batches: int
     virtual_stages: int = 1
     sequence_chunks: int = 1
+    recompute: str = ""
+    """Which micro-batches run their forward again, for schedules that place it; empty: the others."""
 
 
 def loop_placement(shape: Shape) -> tuple[int, ...]:
@@ -32,8 +34,44 @@ def v_placement(shape: Shape) -> tuple[int, ...]:
     return (*range(shape.ranks), *reversed(range(shape.ranks)))
 
 
+def wave_placement(shape: Shape) -> tuple[int, ...]:
+    """Down and up in turn, one way per virtual stage: a V, a W, ... (Liu et al. 2023, Hanayo)."""
+    down = tuple(range(shape.ranks))
+    return tuple(rank for way in range(shape.virtual_stages) for rank in (down[::-1] if way % 2 else down))
+
+
+def no_copies(shape: Shape) -> tuple[int, ...]:
+    """Every stage is on one rank."""
+    return ()
+
+
+def opposite_ranks(shape: Shape) -> tuple[int, ...]:
+    """A second copy of stage s on rank ``ranks - 1 - s``, for a pipeline in the other direction (Chimera, DualPipe)."""
+    return tuple(reversed(range(shape.ranks)))
+
+
+def no_pairs(shape: Shape, rank: int) -> tuple[Action, ...]:
+    """No action overlaps with another one of its rank."""
+    return ()
+
+
+def recompute_inside(shape: Shape) -> None:
+    """Whatever is recomputed is recomputed inside the backward."""
+
+
 def any_shape(shape: Shape) -> None:
     """The check of schedules that take any numbers."""
+
+
+def needs_even(name: str, field: str, value: int) -> None:
+    """Raise `LayoutError` for an odd number."""
+    if value % 2 == 0:
+        return
+    raise LayoutError(
+        f"{name} needs an even number of {field.replace('_', ' ')}, got {value}.",
+        field=field,
+        mend=f"use {value + 1}, or another schedule.",
+    )
 
 
 def needs_micro_batches(name: str, shape: Shape, least: int, because: str) -> None:
@@ -64,6 +102,18 @@ class ScheduleEntry:
     most_virtual_stages: int | None = 1
     """None: any number."""
     takes_sequence_chunks: bool = False
+    replica_ranks: Callable[[Shape], tuple[int, ...]] = no_copies
+    """Pipeline rank of each stage's second copy."""
+    paired: Callable[[Shape, int], Iterable[Action]] = no_pairs
+    """Actions of a rank that overlap with the action before them."""
+    joint_pairs: bool = False
+    """`Schedule.joint_pairs`."""
+    recompute_modes: tuple[str, ...] = ()
+    """Which micro-batches recompute ahead of their backward, the default first; empty: the schedule leaves it open."""
+    recompute_stop: Callable[[Shape], int | None] = recompute_inside
+    """`Schedule.recompute_stop` of these numbers."""
+    is_asynchronous: bool = False
+    """Steps follow without a flush, and backwards use stashed weights: not the gradient of one model."""
     runnable: bool = False
     """The executor runs it; the others are for simulation."""
 
@@ -75,6 +125,7 @@ class ScheduleEntry:
         """
         self._check_virtual_stages(shape.virtual_stages)
         self._check_sequence_chunks(shape.sequence_chunks)
+        shape = self._with_recompute(shape)
         self.check(shape)
         return Schedule(
             name=self.name,
@@ -84,7 +135,19 @@ class ScheduleEntry:
             sequence_chunks=shape.sequence_chunks,
             stage_ranks=self.stage_ranks(shape),
             actions=tuple(self.rank_actions(shape, rank) for rank in range(shape.ranks)),
+            replica_ranks=self.replica_ranks(shape),
+            paired=frozenset(action for rank in range(shape.ranks) for action in self.paired(shape, rank)),
+            joint_pairs=self.joint_pairs,
+            recompute_stop=self.recompute_stop(shape),
         )
+
+    def _with_recompute(self, shape: Shape) -> Shape:
+        if not shape.recompute:
+            return replace(shape, recompute=self.recompute_modes[0]) if self.recompute_modes else shape
+        if shape.recompute in self.recompute_modes:
+            return shape
+        known = f"use one of {', '.join(self.recompute_modes)}." if self.recompute_modes else "leave it out."
+        raise LayoutError(f"{self.name} does not recompute {shape.recompute!r}.", field="recompute", mend=known)
 
     def _check_virtual_stages(self, given: int) -> None:
         least, most = self.least_virtual_stages, self.most_virtual_stages

@@ -22,12 +22,12 @@ from planner.schedule.actions import Action, ActionKind, Schedule
 from planner.schedule.durations import Durations
 from planner.schedule.validity import KINDS, check_schedule, wrong
 
-WORKS = 8
-FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, RECOMPUTE, PLAIN_BACKWARD, PAIRED_FORWARD, PAIRED_BACKWARD = range(
-    WORKS
-)
-"""Kinds of work: the four kinds of action; recomputation ahead of a backward, and that backward without it; and the
-second action of a pair."""
+WORKS = 9
+FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = range(4)
+RECOMPUTE, PLAIN_BACKWARD = 4, 5
+"""Recomputation ahead of a backward, and that backward without it."""
+PAIRED_FORWARD, PAIRED_BACKWARD, JOIN = 6, 7, 8
+"""The second action of a pair; and no work, where a pair waits for its other input or hands on its other output."""
 _WORK = {kind: work for work, kind in enumerate(KINDS)}
 NOTHING = -1
 """No action; as an index into a list it is the last place, which holds time 0."""
@@ -39,6 +39,8 @@ class Graph:
     """All actions of a schedule as flat lists, each standing after everything that it waits for.
 
     Recomputation that runs ahead of a backward is a node of its own, between the backward and what stands before it.
+    Joint pairs stand between two nodes that take no time: one waits for the second action's input, the other hands on
+    the first one's output.
     """
 
     stages: int
@@ -97,10 +99,6 @@ def check_stages(schedule: Schedule, durations: Durations) -> None:
         )
 
 
-_Numbered = tuple[int, int, int]
-"""(work, stage, unit) of an action."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Row:
     """One rank's actions as numbers. Outputs are forwards by (stage, unit), then gradients, then one for no output."""
@@ -118,6 +116,7 @@ class _Tables:
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
+        self.no_output = 2 * schedule.stages * schedule.units
         self.outputs: list[int] = []
         self.needs: list[int] = []
         self.transfers: list[int] = []
@@ -127,8 +126,8 @@ class _Tables:
 
     def _add(self, work: int, stage: int) -> None:
         stages, units = self._schedule.stages, self._schedule.units
-        if work in (BACKWARD_WEIGHT, RECOMPUTE):
-            self._append(2 * stages * units, NOTHING, NO_TRANSFER)
+        if work in (BACKWARD_WEIGHT, RECOMPUTE, JOIN):
+            self._append(self.no_output, NOTHING, NO_TRANSFER)
         elif work in (FORWARD, PAIRED_FORWARD):
             need = (stage - 1) * units if stage else NOTHING
             self._append(stage * units, need, self._transfer(stage - 1, 1) if stage else NO_TRANSFER)
@@ -147,42 +146,74 @@ class _Tables:
         owners = self._schedule.stage_ranks
         return NO_TRANSFER if owners[boundary] == owners[boundary + 1] else first + boundary
 
-    def row(self, actions: Sequence[_Numbered]) -> _Row:
-        """A rank's list in numbers."""
+    def row(self, actions: Sequence[Action]) -> _Row:
+        """A rank's list in numbers; its special works come later."""
         stages, chunks = self._schedule.stages, self._schedule.sequence_chunks
-        no_output = 2 * stages * self._schedule.units
-        indices = [work * stages + stage for work, stage, _ in actions]
+        indices = [_WORK[kind] * stages + stage for stage, kind, _ in actions]
         units = [unit for _, _, unit in actions]
         outputs = map(add, map(self.outputs.__getitem__, indices), units)
         needs = zip(map(self.needs.__getitem__, indices), units, strict=True)
-        works = (
-            indices if chunks == 1 else [at * chunks + unit % chunks for at, unit in zip(indices, units, strict=True)]
-        )
+        works = indices
+        if chunks > 1:
+            works = [index * chunks + unit % chunks for index, unit in zip(indices, units, strict=True)]
         return _Row(
-            outputs=[min(output, no_output) for output in outputs],
+            outputs=[min(output, self.no_output) for output in outputs],
             needs=[NOTHING if need == NOTHING else need + unit for need, unit in needs],
             works=works,
             transfers=list(map(self.transfers.__getitem__, indices)),
         )
 
+    def special_row(self, actions: Sequence[Action]) -> _Row:
+        """A rank's list in numbers, with pairs and with the recomputations that run ahead of a backward."""
+        row = _SpecialRow(self._schedule, self.row(actions), self.no_output)
+        for place, action in enumerate(actions):
+            row.add(place, action)
+        return row.made
 
-def _numbered(schedule: Schedule, actions: Sequence[Action]) -> list[_Numbered]:
-    """A rank's list, with the recomputations that run ahead of a backward as works of their own."""
-    stop, paired = schedule.recompute_stop, schedule.paired
-    if stop is None and not paired:
-        return [(_WORK[kind], stage, unit) for stage, kind, unit in actions]
-    row: list[_Numbered] = []
-    for action in actions:
-        stage, kind, unit = action
-        work = _WORK[kind]
-        if action in paired:
-            work = PAIRED_FORWARD if kind is ActionKind.FORWARD else PAIRED_BACKWARD
-        elif stop is not None and kind is ActionKind.BACKWARD:
-            work = PLAIN_BACKWARD
-            if unit < stop:
-                row.append((RECOMPUTE, stage, unit))
-        row.append((work, stage, unit))
-    return row
+
+class _SpecialRow:
+    """Copies a plain row action by action, and adds the nodes that pairs and recomputation need."""
+
+    def __init__(self, schedule: Schedule, plain: _Row, no_output: int) -> None:
+        self._schedule, self._plain, self._no_output = schedule, plain, no_output
+        self.made = _Row([], [], [], [])
+
+    def add(self, place: int, action: Action) -> None:
+        """Copy one action."""
+        stop = self._schedule.recompute_stop
+        if action in self._schedule.paired:
+            self._pair(place, action)
+        elif stop is not None and action.kind is ActionKind.BACKWARD:
+            if action.micro_batch < stop:
+                self._append(NOTHING, self._work(RECOMPUTE, action), NO_TRANSFER, self._no_output)
+            self._copy(place, self._work(PLAIN_BACKWARD, action))
+        else:
+            self._copy(place, self._plain.works[place])
+
+    def _pair(self, place: int, action: Action) -> None:
+        work = self._work(PAIRED_FORWARD if action.kind is ActionKind.FORWARD else PAIRED_BACKWARD, action)
+        if not self._schedule.joint_pairs:
+            self._copy(place, work)
+            return
+        join, made, plain = self._work(JOIN, action), self.made, self._plain
+        first = made.works.pop(), made.outputs.pop(), made.needs.pop(), made.transfers.pop()
+        self._append(plain.needs[place], join, plain.transfers[place], self._no_output)
+        self._append(first[2], first[0], first[3], self._no_output)
+        self._append(NOTHING, work, NO_TRANSFER, plain.outputs[place])
+        self._append(NOTHING, join, NO_TRANSFER, first[1])
+
+    def _copy(self, place: int, work: int) -> None:
+        self._append(self._plain.needs[place], work, self._plain.transfers[place], self._plain.outputs[place])
+
+    def _append(self, need: int, work: int, transfer: int, output: int) -> None:
+        self.made.needs.append(need)
+        self.made.works.append(work)
+        self.made.transfers.append(transfer)
+        self.made.outputs.append(output)
+
+    def _work(self, work: int, action: Action) -> int:
+        chunks = self._schedule.sequence_chunks
+        return (work * self._schedule.stages + action.stage) * chunks + action.micro_batch % chunks
 
 
 class _Builder:
@@ -191,7 +222,8 @@ class _Builder:
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
         tables = _Tables(schedule)
-        self._rows = [tables.row(_numbered(schedule, actions)) for actions in schedule.actions]
+        self._is_special = schedule.recompute_stop is not None or bool(schedule.paired)
+        self._rows = list(map(tables.special_row if self._is_special else tables.row, schedule.actions))
         self._number = [NOTHING] * (2 * schedule.stages * schedule.units + 1)
         self._waiting: dict[int, int] = {}
         self._graph = Graph(
@@ -209,8 +241,9 @@ class _Builder:
             going += self._advance(going.pop())
         if self._waiting:
             raise self._dead_lock()
-        if self._schedule.recompute_stop is not None:
-            self._leave_recompute_out()
+        if self._is_special:
+            graph_actions = self._graph.rank_actions
+            graph_actions[:] = map(self._own, graph_actions)
         return self._graph
 
     def _advance(self, rank: int) -> list[int]:
@@ -249,11 +282,10 @@ class _Builder:
         graph.transfer.extend(row.transfers[start:end])
         mine.extend(range(first, first + end - start))
 
-    def _leave_recompute_out(self) -> None:
-        """Keep each rank's list of actions equal to the schedule's."""
-        per_work = self._graph.stages * self._graph.chunks
-        for actions in self._graph.rank_actions:
-            actions[:] = [action for action in actions if self._graph.work[action] // per_work != RECOMPUTE]
+    def _own(self, actions: Sequence[int]) -> list[int]:
+        """Without the nodes that stand for no action of the schedule."""
+        works, per_work = self._graph.work, self._graph.stages * self._graph.chunks
+        return [action for action in actions if works[action] // per_work not in (RECOMPUTE, JOIN)]
 
     def _dead_lock(self) -> ScheduleError:
         schedule = self._schedule
@@ -272,7 +304,4 @@ class _Builder:
 
     def _next(self, rank: int) -> Action:
         """The first action of a rank that could not be numbered."""
-        recomputed = RECOMPUTE * self._graph.stages
-        done = self._graph.rank_actions[rank]
-        ahead = sum(recomputed <= self._graph.work[action] < recomputed + self._graph.stages for action in done)
-        return self._schedule.actions[rank][len(done) - ahead]
+        return self._schedule.actions[rank][len(self._own(self._graph.rank_actions[rank]))]

@@ -19,12 +19,12 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 
 def in_flight_per_stage(schedule: Schedule) -> tuple[int, ...]:
-    """Per stage: units held when its rank holds most (the first such moment)."""
+    """Per stage: units held when its rank holds most (the first such moment); of two copies, the larger number."""
     held = [0] * schedule.stages
     for rank in range(schedule.ranks):
         crest = max(_crests(schedule, rank), key=sum)
         for stage, units in zip(schedule.stages_of(rank), crest, strict=True):
-            held[stage] = units
+            held[stage] = max(held[stage], units)
     return tuple(held)
 
 

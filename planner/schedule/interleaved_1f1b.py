@@ -21,21 +21,31 @@ from planner.schedule.warm_up import grouped_units, one_forward_one_backward
 
 def check(shape: Shape) -> None:
     """Raise `LayoutError` unless the micro-batches make whole groups."""
-    if shape.micro_batches % _rounds(shape) == 0:
+    check_groups("interleaved-1f1b", shape)
+
+
+def check_groups(name: str, shape: Shape) -> None:
+    """Raise `LayoutError` unless the micro-batches make equal groups."""
+    rounds = _rounds(shape)
+    if shape.micro_batches % rounds == 0:
         return
     below = shape.micro_batches // shape.ranks * shape.ranks
     raise LayoutError(
-        f"interleaved-1f1b runs {shape.micro_batches} micro-batches on {shape.ranks} pipeline ranks in "
-        f"{_rounds(shape)} equal groups, and {shape.micro_batches} % {_rounds(shape)} = "
-        f"{shape.micro_batches % _rounds(shape)}.",
+        f"{name} runs {shape.micro_batches} micro-batches on {shape.ranks} pipeline ranks in {rounds} equal groups, "
+        f"and {shape.micro_batches} % {rounds} = {shape.micro_batches % rounds}.",
         field="micro_batches",
         mend=f"use a multiple of {shape.ranks}, e.g. {below} or {below + shape.ranks}.",
     )
 
 
+def group_size(shape: Shape) -> int:
+    """Micro-batches of a group."""
+    return shape.micro_batches // _rounds(shape)
+
+
 def rank_actions(shape: Shape, rank: int) -> tuple[Action, ...]:
     """All but the last chunk of a group ahead, and two units more per rank behind: one each way hides transfers."""
-    group = shape.micro_batches // _rounds(shape)
+    group = group_size(shape)
     forwards, backwards = grouped_units(shape, rank, (group,) * _rounds(shape))
     warm_up = (shape.virtual_stages - 1) * group + 2 * (shape.ranks - 1 - rank)
     return one_forward_one_backward(forwards, backwards, warm_up)

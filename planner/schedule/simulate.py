@@ -94,5 +94,15 @@ def simulate(schedule: Schedule, durations: Durations) -> Simulation:
         durations=durations,
         start_seconds=tuple(tuple([starts[action] for action in actions]) for actions in graph.rank_actions),
         finish_seconds=tuple(tuple([ends[action] for action in actions]) for actions in graph.rank_actions),
-        busy_seconds=tuple(sum([lengths[graph.work[action]] for action in actions]) for actions in graph.rank_actions),
+        busy_seconds=tuple(
+            sum([lengths[graph.work[action]] for action in actions]) + _recomputing(schedule, durations, rank)
+            for rank, actions in enumerate(graph.rank_actions)
+        ),
     )
+
+
+def _recomputing(schedule: Schedule, durations: Durations, rank: int) -> float:
+    """Time that a rank spends on recomputation ahead of its backwards."""
+    if schedule.recompute_stop is None:
+        return 0
+    return schedule.recompute_stop * sum(durations.recompute[stage] for stage in schedule.stages_of(rank))

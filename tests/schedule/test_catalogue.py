@@ -23,6 +23,11 @@ from planner.schedule import build, canonical_name, find, names
         ("zb1p", "zb-h1"),
         ("ZBH2", "zb-h2"),
         ("ZBVZeroBubble", "zb-v"),
+        ("zero_bubble_v", "dualpipev"),
+        ("DualPipeV", "dualpipev"),
+        ("Seq1F1B", "seqpipe"),
+        ("SeqSmartVPP", "seqsmartvpp"),
+        ("InterleavedZeroBubble", "zb-h1"),
     ],
 )
 def test_names_of_other_frameworks_are_known(written: str, canonical: str) -> None:
@@ -70,6 +75,17 @@ def test_virtual_stages_default_to_the_fewest() -> None:
         ("interleaved-memory-optimised", {"micro_batches": 3}, "= 4, got 3"),
         ("zb-h1", {"micro_batches": 3}, "= 4, got 3"),
         ("zb-h2", {"micro_batches": 6}, "= 7, got 6"),
+        ("zb-h1", {"micro_batches": 9, "virtual_stages": 2}, r"zb-h1 runs 9.*9 % 2 = 1"),
+        ("dualpipev", {"micro_batches": 7}, "= 8, got 7"),
+        ("dualpipe", {"micro_batches": 6}, "= 8, got 6"),
+        ("dualpipe", {"micro_batches": 9}, "even number of micro batches, got 9"),
+        ("dualpipe", {"ranks": 3}, "even number of ranks, got 3"),
+        ("chimera", {"micro_batches": 6}, "units of 4 micro-batches"),
+        ("hanayo", {"virtual_stages": 3}, "even number of virtual stages, got 3"),
+        ("seqvpp", {"sequence_chunks": 5}, "<= pipeline ranks = 4, got 5"),
+        ("seqvpp", {"micro_batches": 1, "sequence_chunks": 2}, r"micro_batches\(1\).*got 2"),
+        ("seqvpp", {"ranks": 5, "sequence_chunks": 3}, "groups of 3 units on 5 ranks"),
+        ("seqsmartvpp", {"ranks": 3, "sequence_chunks": 2}, "even number of ranks, got 3"),
     ],
 )
 def test_impossible_numbers_are_refused(name: str, numbers: dict[str, int], says: str) -> None:

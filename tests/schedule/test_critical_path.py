@@ -14,12 +14,17 @@ from .strategies import durations_of, schedules
 def by_hand(path: CriticalPath, durations: Durations, tails: tuple[int, ...]) -> float:
     """The linear form, written out."""
     total: float = tails[path.rank]
-    for stage in range(durations.stages):
+    for stage in range(len(durations.forward)):
         recompute, backward_input = durations.recompute[stage], durations.backward_input[stage]
         total += path.forward[stage] * durations.forward[stage]
         total += path.backward[stage] * (recompute + backward_input + durations.backward_weight[stage])
         total += path.backward_input[stage] * (recompute + backward_input)
         total += path.backward_weight[stage] * durations.backward_weight[stage]
+        total += path.recompute[stage] * recompute
+        plain = backward_input + durations.backward_weight[stage]
+        total += path.plain_backward[stage] * plain
+        total += path.paired_forward[stage] * (durations.forward[stage] - durations.overlap[stage])
+        total += path.paired_backward[stage] * (recompute + plain - durations.overlap[stage])
     for boundary in range(durations.stages - 1):
         total += path.transfer_forward[boundary] * durations.transfer_forward[boundary]
         total += path.transfer_backward[boundary] * durations.transfer_backward[boundary]
@@ -36,8 +41,9 @@ def test_path_is_tight_and_a_lower_bound(data: st.DataObject) -> None:
     """Equal to the simulation where it was found, never above it anywhere else."""
     schedule = data.draw(schedules)
     drawn_tails = st.tuples(*[st.integers(0, 20)] * schedule.ranks)
-    here, tails = data.draw(durations_of(schedule.stages)), data.draw(drawn_tails)
-    there, other_tails = data.draw(durations_of(schedule.stages)), data.draw(drawn_tails)
+    drawn_durations = durations_of(schedule.stages, schedule.sequence_chunks)
+    here, tails = data.draw(drawn_durations), data.draw(drawn_tails)
+    there, other_tails = data.draw(drawn_durations), data.draw(drawn_tails)
     path = critical_path(schedule, here, tails)
     assert path.length == path.evaluate(here, tails) == by_hand(path, here, tails) == longest(schedule, here, tails)
     assert path.evaluate(there, other_tails) == by_hand(path, there, other_tails)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from planner.errors import LayoutError, ScheduleError
 from planner.schedule import Action, Durations, Schedule, build, simulate
 
-from .strategies import durations_of, schedules, seconds_of, slow_ends
+from .strategies import durations_of, recomputing, schedules, seconds_of, slow_ends
 
 
 def written(*rows: str, stage_ranks: tuple[int, ...] = (0, 1), micro_batches: int = 2) -> Schedule:
@@ -23,12 +23,14 @@ def written(*rows: str, stage_ranks: tuple[int, ...] = (0, 1), micro_batches: in
 def test_times_are_the_earliest(data: st.DataObject) -> None:
     """Every action ends when a slow solver of the rules says so, and lasts its duration."""
     schedule = data.draw(schedules)
-    durations = data.draw(durations_of(schedule.stages))
+    durations = data.draw(durations_of(schedule.stages, data.draw(st.sampled_from((1, schedule.sequence_chunks)))))
     made = simulate(schedule, durations)
     expected = slow_ends(schedule, durations)
     events = [event for row in made.events for event in row]
     assert {event.action: event.end_seconds for event in events} == expected
-    assert all(event.end_seconds - event.start_seconds == seconds_of(event.action, durations) for event in events)
+    assert all(
+        event.end_seconds - event.start_seconds == seconds_of(schedule, event.action, durations) for event in events
+    )
     assert made.makespan == max(expected.values())
 
 
@@ -38,7 +40,10 @@ def test_busy_and_bubble_fill_the_makespan(data: st.DataObject) -> None:
     schedule = data.draw(schedules)
     durations = data.draw(durations_of(schedule.stages))
     made = simulate(schedule, durations)
-    busy = [sum(seconds_of(action, durations) for action in row) for row in schedule.actions]
+    busy = [
+        sum(seconds_of(schedule, action, durations) + recomputing(schedule, action, durations) for action in row)
+        for row in schedule.actions
+    ]
     assert made.busy_seconds == tuple(busy)
     area = schedule.ranks * made.makespan
     assert made.bubble_fraction == (pytest.approx(1 - sum(busy) / area) if area else 0)
@@ -114,6 +119,46 @@ def test_wrong_schedules_are_named(rows: tuple[str, ...], says: str) -> None:
     """The error names the two actions that do not fit."""
     with pytest.raises(ScheduleError, match=says):
         simulate(written(*rows), Durations.uniform(2))
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ("0F1 0F0 0B1 0B0", "0F1 stands before 0F0 on rank 0"),
+        ("0F0 0F1 0B0 0B1", "0B0 stands before 0B1 on rank 0"),
+        ("0F0 0F1 0I0 0I1 0W0 0W1", "0I0 stands before 0I1 on rank 0"),
+    ],
+)
+def test_chunks_out_of_sequence_are_named(row: str, says: str) -> None:
+    """Chunks of a sequence run forward in order and backward in reverse."""
+    actions = tuple(map(Action.parse, row.split()))
+    with pytest.raises(ScheduleError, match=says):
+        simulate(Schedule("written", 1, 1, 1, 2, (0,), (actions,)), Durations.uniform(1))
+
+
+def test_durations_of_other_chunks() -> None:
+    """The numbers of sequence chunks must agree, unless there is one value for all."""
+    schedule = build("seqpipe", ranks=1, micro_batches=2, sequence_chunks=2)
+    each = Durations((1, 2, 3), (1, 1, 1), (1, 1, 1), sequence_chunks=3)
+    with pytest.raises(LayoutError, match="3 sequence chunks for a schedule of 2"):
+        simulate(schedule, each)
+    with pytest.raises(LayoutError, match="3 values are not 2 for every stage"):
+        Durations((1, 2, 3), (1, 1, 1), (1, 1, 1), sequence_chunks=2)
+
+
+def test_later_chunks_last_longer() -> None:
+    """Under causal attention: each chunk takes its own time."""
+    schedule = build("seqpipe", ranks=1, micro_batches=2, sequence_chunks=2)
+    each = Durations(forward=(1, 2), backward_input=(10, 20), backward_weight=(0, 0), sequence_chunks=2)
+    made = simulate(schedule, each)
+    assert [str(event.action) for event in made.events[0]][:4] == ["0F0", "0F1", "0B1", "0F2"]
+    assert [event.end_seconds for event in made.events[0]][:4] == [1, 3, 23, 24]
+
+
+def test_a_pair_cannot_save_more_than_it_lasts() -> None:
+    """The error names the stage."""
+    with pytest.raises(LayoutError, match=r"overlap\[0\].*cannot save 2"):
+        Durations.uniform(1, overlap=2)
 
 
 def test_dead_lock_names_both_sides() -> None:
