@@ -22,12 +22,19 @@ from time import perf_counter
 
 import torch
 
-from planner.errors import SpecError
-from planner.spec import LayerProfile, Measurement, ModelProfile
+from planner.errors import SpecError, UnsupportedError
+from planner.spec import LayerProfile, Measurement, ModelProfile, digest
 from planner.spec.profile import DataType
 from profiler import count
 from profiler.links_torchrun import Progress
-from profiler.measure_device import find_device, is_in_catalogue, look_up_device, measure_peaks, processor_name
+from profiler.measure_device import (
+    DeviceSheet,
+    find_device,
+    is_in_catalogue,
+    look_up_device,
+    measure_peaks,
+    processor_name,
+)
 from profiler.measure_journal import Case, Figures, Journal
 from profiler.measure_layer import PHASES, RECOMPUTED_BACKWARD, Bench, LayerWorkload, OptimizerWorkload
 from profiler.measure_load import Load, available_cores, threads_per_rank
@@ -82,10 +89,9 @@ def profile(
             field="time_budget_seconds",
             mend="give a positive number of seconds.",
         )
-    # Shards are measured only where nobody else must run them too: their exchanges keep them from being sent.
-    degrees = {1} | (set(tensor_parallel_degrees) if concurrency == 1 else set())
+    degrees = _measurable(tensor_parallel_degrees, concurrency)
     sheet = look_up_device(place, concurrency)
-    known = Journal(journal, _condition(source, device, sequence_length, dtype, concurrency))
+    known = Journal(journal, _condition(source, sheet, sequence_length, dtype, concurrency))
     with Load(concurrency) as load:  # first, because its processes take their time to start
         counted = count.profile(
             source,
@@ -109,14 +115,27 @@ def profile(
     return counted.model_copy(update=data)
 
 
+def _measurable(degrees: Sequence[int], concurrency: int) -> tuple[int, ...]:
+    """Shards are measured only where no other process must run them too: the hooks in them cannot be sent."""
+    measurable = tuple(degree for degree in degrees if degree == 1 or concurrency == 1)
+    if not measurable:
+        raise UnsupportedError(
+            f"with concurrency {concurrency} only whole layers can be measured.",
+            field="tensor_parallel_degrees",
+            mend="add degree 1, or measure with concurrency 1.",
+        )
+    return measurable
+
+
 def _condition(
-    source: ModelSource, device: str, sequence_length: int, dtype: DataType, concurrency: int
+    source: ModelSource, sheet: DeviceSheet, sequence_length: int, dtype: DataType, concurrency: int
 ) -> dict[str, str | int]:
     """All that a case's seconds depend on besides the case itself."""
     return {
-        "digest": source.digest,
-        "device": device,
-        "processor": processor_name(),
+        # Heads and dropout change seconds, but no shape of a parameter.
+        "model": digest([source.digest, str(source.config)]),
+        "device": str(sheet.place),
+        "device_name": sheet.name,
         "torch": torch.__version__,
         "sequence_length": sequence_length,
         "dtype": dtype,

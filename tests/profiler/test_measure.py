@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from planner.errors import DocumentError, SpecError
+from planner.errors import DocumentError, SpecError, UnsupportedError
 from planner.spec import DeviceSpec, ModelProfile, parse
 from profiler import count, measure
 from profiler.measure import profile
+from profiler.measure_device import DeviceSheet
 from profiler.measure_layer import LayerWorkload, OptimizerWorkload
 from profiler.measure_timing import Timing
 from profiler.models import ModelSource, load_model
@@ -44,12 +45,24 @@ def gpt2(tmp_path: Path) -> ModelSource:
     return load_model(str(path))
 
 
+def llama(folder: Path) -> ModelSource:
+    """One block that can be tensor-parallel by two."""
+    config = {"model_type": "llama", "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config |= {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 32, "max_position_embeddings": 32}
+    path = folder / "config.json"
+    path.write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
+    return load_model(str(path))
+
+
 @pytest.fixture(autouse=True)
 def timed(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[LayerWorkload | OptimizerWorkload]:
     """Every workload that was timed: each is run once, and its i-th phase (from 1 on) is said to last i seconds.
 
     Tests marked as torchrun are timed for real. The device's data sheet has its own tests.
     """
+    spec = DeviceSpec(id="cpu", memory_bytes=1 << 30)
+    monkeypatch.setattr(measure, "look_up_device", lambda place, _: DeviceSheet(place, "test", 1 << 30, None, None))
+    monkeypatch.setattr(measure, "measure_peaks", lambda *arguments: spec)
     seen: list[LayerWorkload | OptimizerWorkload] = []
     if request.node.get_closest_marker("torchrun") is not None:
         return seen
@@ -60,10 +73,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> li
         run(lambda: marks.append(float(len(marks))))
         return Timing((tuple(marks[1:]),))
 
-    spec = DeviceSpec(id="cpu", memory_bytes=1 << 30)
     monkeypatch.setattr(measure, "time_phases", time_phases)
-    monkeypatch.setattr(measure, "look_up_device", lambda *arguments: None)
-    monkeypatch.setattr(measure, "measure_peaks", lambda *arguments: spec)
     return seen
 
 
@@ -189,11 +199,7 @@ def test_progress_counts_to_its_end(gpt2: ModelSource) -> None:
 
 def test_shards_are_measured_too(tmp_path: Path) -> None:
     """By two, a Llama's rows of both degrees have seconds; the shard's exchanges stay for the cost model to price."""
-    config = {"model_type": "llama", "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config |= {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 32, "max_position_embeddings": 32}
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
-    measured = profile(load_model(str(path)), sequence_length=8, micro_batch_sizes=(1,), tensor_parallel_degrees=(1, 2))
+    measured = profile(llama(tmp_path), sequence_length=8, micro_batch_sizes=(1,), tensor_parallel_degrees=(1, 2))
     rows = [row for row in measured.layers[1].measurements if row.tensor_parallel_degree == 2]
     assert [row.source for row in rows] == ["measured", "measured"]
     assert all(row.collectives for row in rows)
@@ -207,8 +213,6 @@ def test_other_ranks_load_the_machine(gpt2: ModelSource) -> None:
     rows = [row for layer in measured.layers for row in layer.measurements]
     assert {row.source for row in rows} == {"measured"}
     assert all(row.forward_seconds and row.optimizer_seconds for row in rows)
-    assert measured.device_spec is not None
-    assert measured.device_spec.reserved_bytes
 
 
 @pytest.mark.parametrize(
@@ -220,6 +224,7 @@ def test_other_ranks_load_the_machine(gpt2: ModelSource) -> None:
         ({"concurrency": 0}, SpecError, "concurrency"),
         ({"time_budget_seconds": 0.0}, SpecError, "time_budget_seconds"),
         ({"device": "tpu"}, SpecError, "device"),
+        ({"tensor_parallel_degrees": (1, 3)}, SpecError, "tensor_parallel_degrees"),
     ],
 )
 def test_wrong_arguments_are_refused(
@@ -229,3 +234,25 @@ def test_wrong_arguments_are_refused(
     with pytest.raises(kind) as caught:
         profile(gpt2, **{"sequence_length": 8, "micro_batch_sizes": (1,), **arguments})  # type: ignore[arg-type]
     assert caught.value.problems[0].field == field
+
+
+def test_shards_alone_cannot_be_measured_beside_others(tmp_path: Path) -> None:
+    """With a load, a profile of nothing but shards would hold no measured row, so it is refused."""
+    source = llama(tmp_path)
+    with pytest.raises(UnsupportedError, match="only whole layers"):
+        profile(source, sequence_length=8, micro_batch_sizes=(1,), tensor_parallel_degrees=(2,), concurrency=2)
+
+
+def test_the_journal_knows_models_of_equal_shapes_apart(
+    gpt2: ModelSource, tmp_path: Path, timed: list[LayerWorkload | OptimizerWorkload]
+) -> None:
+    """Another number of heads changes no parameter's shape, but the seconds: the journal's are not taken."""
+    journal = tmp_path / "journal.jsonl"
+    profile(gpt2, sequence_length=8, micro_batch_sizes=(1,), journal=journal)
+    timed.clear()
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"n_head": 2', '"n_head": 4'))
+    other = load_model(str(path))
+    assert other.digest == gpt2.digest
+    profile(other, sequence_length=8, micro_batch_sizes=(1,), journal=journal)
+    assert len(timed) == 6
