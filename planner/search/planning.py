@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from itertools import islice
+from collections.abc import Sequence
+from itertools import accumulate
 
 from planner import __version__
 from planner.cost import (
@@ -21,7 +22,7 @@ from planner.cost import (
 from planner.errors import LayoutError, MismatchError
 from planner.schedule import canonical_name
 from planner.search.explain import alternatives, explanation, misses, predictions, with_recompute
-from planner.search.inside import solve_layout
+from planner.search.inside import LayoutSearch, solve_layout
 from planner.search.result import Callbacks, Found
 from planner.search.segments import allowed_modes
 from planner.search.solve import search
@@ -31,7 +32,7 @@ from planner.spec.document import digest
 from planner.spec.job import Job
 from planner.spec.layout import Layout, PredictionLayout
 from planner.spec.plan import Forecast, Infeasible, Options, Plan, PlannedLayer, PlanRequest, RankMemory, Stage
-from planner.spec.profile import ModelProfile, RecomputeMode
+from planner.spec.profile import ModelProfile
 
 _PREDICT_SECONDS = 60.0
 
@@ -139,7 +140,8 @@ def predict(
 ) -> Forecast:
     """Time and memory of one given layout, whether it fits or not.
 
-    Without `layers_per_stage`, the stage map is the fastest for this layout that fits, else the fastest at all.
+    Without `layers_per_stage`, the stage map is the fastest for this layout that fits, else the fastest at all. With
+    it, and ``per-layer`` recomputation, the same holds for what recomputes.
 
     Raises:
         LayoutError: the degrees, batch or layers per stage do not fit together.
@@ -151,7 +153,7 @@ def predict(
     )
     costs = layout_costs(work, plain)
     _check_stages(layout, costs)
-    stage_map = _given(costs, layout) if layout.layers_per_stage else _fastest(costs)
+    stage_map = _given(costs, layout.layers_per_stage) if layout.layers_per_stage else _fastest(costs)
     return _forecast(costs, stage_map)
 
 
@@ -175,13 +177,19 @@ def _check_stages(layout: PredictionLayout, costs: LayoutCosts) -> None:
         )
 
 
-def _given(costs: LayoutCosts, layout: PredictionLayout) -> StageMap:
-    wish: RecomputeMode = "full" if layout.recompute == "per-layer" else layout.recompute
-    layers = iter(range(len(costs.layers)))
-    return tuple(
-        tuple((layer, wish if wish in costs.layers[layer] else "none") for layer in islice(layers, count))
-        for count in layout.layers_per_stage or ()
-    )
+def _given(costs: LayoutCosts, counts: Sequence[int]) -> StageMap:
+    """A given partition with the fastest recompute choice that fits; the fastest at all when none does."""
+    stops = tuple(accumulate(counts))
+    starts = (0, *stops[:-1])
+    path = tuple((start - s, stop - 1 - s) for s, (start, stop) in enumerate(zip(starts, stops, strict=True)))
+    schedule, modes = schedule_of(costs), allowed_modes(costs, (costs.layout.recompute,))
+    for must_fit in (True, False):
+        search = LayoutSearch(costs, schedule, modes, must_fit=must_fit)
+        if all(search.open[s, x, y] for s, (x, y) in enumerate(path)):
+            search.judge(path)
+        if search.best is not None:
+            return search.best[0]
+    raise AssertionError("without a memory limit every partition has a price")
 
 
 def _fastest(costs: LayoutCosts) -> StageMap:

@@ -230,7 +230,7 @@ def test_noise_between_recompute_rows_does_not_break_the_proof(drift: float) -> 
 
 
 def test_many_temporaries_stay_exact() -> None:
-    """Seventy temporaries, no two the same: the last byte decides what fits, on the stage that does not hold the largest.
+    """Seventy temporaries, no two the same: the last byte decides what fits, also beside a larger one.
 
     The last layer fills its device; so all others must stand on the first stage: 69 000 bytes, and 16 x 31 of the 69th.
     """
