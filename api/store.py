@@ -123,12 +123,14 @@ class Store:
         self._owner = _own(path)
         try:
             self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10)
-            self._prepare(path)
         except sqlite3.Error as error:
             self._owner.close()
-            raise DocumentError(
-                f"is not a usable database: {error}.", field=str(path), mend="give another path, or restore the file."
-            ) from None
+            raise _unusable(path, error) from None
+        try:
+            self._prepare(path)
+        except sqlite3.Error as error:
+            self.close()
+            raise _unusable(path, error) from None
 
     def close(self) -> None:
         """Give the file back."""
@@ -326,6 +328,12 @@ class Store:
 def now() -> str:
     """This moment, RFC 3339, UTC."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _unusable(path: Path, error: sqlite3.Error) -> DocumentError:
+    return DocumentError(
+        f"is not a usable database: {error}.", field=str(path), mend="give another path, or restore the file."
+    )
 
 
 def _own(path: Path) -> Any:

@@ -37,6 +37,18 @@ def four_equal_layers(name: str = "four-equal-layers") -> ModelProfile:
     return ModelProfile(model=name, device="cpu-rank", dtype="fp32", tokens_per_sample=128, layers=layers)
 
 
+def recomputable_layers() -> ModelProfile:
+    """The same, with the choice to keep only a layer's input."""
+    profile = four_equal_layers("recomputable-layers")
+    plain = profile.layers[0].measurements
+    full = [
+        row.model_copy(update={"recompute": "full", "recompute_seconds": row.forward_seconds, "activation_bytes": 4096})
+        for row in plain
+    ]
+    layers = [layer.model_copy(update={"measurements": (*plain, *full)}) for layer in profile.layers]
+    return profile.model_copy(update={"layers": tuple(layers)})
+
+
 def cluster(*, devices: int = 2, memory_bytes: int = GIB) -> dict[str, Any]:
     """One node of inline devices."""
     device = {"id": "cpu-rank", "memory_bytes": memory_bytes, "reserved_bytes": 0}

@@ -11,7 +11,7 @@ from api.settings import Settings
 from planner.search import make_request, plan
 from planner.spec import Cluster, Forecast, Infeasible, Job, Options, Plan, parse
 from planner.validate import check
-from tests.api.documents import cluster, four_equal_layers, job, plan_body
+from tests.api.documents import cluster, four_equal_layers, job, plan_body, recomputable_layers
 from tests.api.live import Live, running
 
 MEBIBYTE = 1 << 20
@@ -47,15 +47,19 @@ def test_the_plan_is_the_searchs(split: Plan) -> None:
     assert check(split, profile).ok
 
 
-def test_a_prediction_of_the_plans_layout_is_the_plans(live: Live, split: Plan) -> None:
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_prediction_of_the_plans_layout_is_the_plans(live: Live, recompute: str) -> None:
     """Predicting the layout and stages of a plan gives its step time and memory."""
-    layout = split.layout.model_dump() | {"layers_per_stage": [len(stage.layers) for stage in split.stages]}
-    answer = live.post("/v1/predictions", plan_body(cluster=SPLIT_NEEDED, layout=layout))
+    wish = job(constraints={"pipeline_parallel_degree": 2, "recompute": recompute})
+    profile = four_equal_layers() if recompute == "none" else recomputable_layers()
+    plan = parse(Plan, live.plan(plan_body(profile, job=wish)).json())
+    assert plan.layout.recompute == recompute
+    layout = plan.layout.model_dump() | {"layers_per_stage": [len(stage.layers) for stage in plan.stages]}
+    answer = live.post("/v1/predictions", plan_body(profile, job=wish, layout=layout))
     assert answer.status_code == 200, answer.text
     forecast = parse(Forecast, answer.json())
     assert forecast.fits
-    if split.layout.recompute in ("none", "full"):
-        assert forecast.prediction == split.prediction
+    assert forecast.prediction == plan.prediction
 
 
 def test_an_impossible_layout_shows_its_factors(live: Live) -> None:

@@ -96,7 +96,7 @@ def test_a_restart_goes_on_where_the_service_ended(tmp_path: Path, ending: signa
 
 
 def test_the_service_needs_no_torch() -> None:
-    """Building the application imports no torch and no OR-Tools; operations have stable ids, references their schemas."""
+    """The application imports no torch and no OR-Tools; its operations have stable ids, its references schemas."""
     output = subprocess.run(
         [sys.executable, "-c", NO_TORCH],
         capture_output=True,

@@ -146,6 +146,12 @@ def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     assert path.read_text().startswith("not a database")
 
 
+def test_a_directory_is_no_database(tmp_path: Path) -> None:
+    """Nor is a path that names a directory."""
+    with pytest.raises(DocumentError, match="not a usable database"):
+        Store(tmp_path)
+
+
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     """The path is named."""
     (tmp_path / "file").touch()
