@@ -43,7 +43,7 @@ def test_fp32_is_torchs_own_optimizer() -> None:
     """Without a master copy nothing stands between the parameters and torch."""
     ours, theirs = _linear(), _linear()
     _train(ours, Optimizer(ours, name="adamw", precision="fp32", learning_rate=0.01), 3)
-    plain = torch.optim.AdamW(theirs.parameters(), lr=0.01)
+    plain = torch.optim.AdamW(theirs.parameters(), lr=0.01, fused=True)
     torch.manual_seed(1)
     for _ in range(3):
         plain.zero_grad()
