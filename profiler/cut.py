@@ -161,8 +161,8 @@ def _cut_sequential(model: nn.Sequential, inputs: Tensor) -> LayerCut:
     chain = SequentialChain(names)
     outputs = _chain_of_tensors(chain, model, inputs)
     signatures = [
-        (signature(model.get_submodule(name)), tuple(given.shape), given.dtype)
-        for name, given in zip(names, (inputs, *outputs), strict=False)
+        (signature(model.get_submodule(name)), tuple(given.shape), given.dtype, _place(index, len(names)))
+        for index, (name, given) in enumerate(zip(names, (inputs, *outputs), strict=False))
     ]
     kinds = name_kinds(signatures, [type(model.get_submodule(name)).__name__ for name in names])
     layers = tuple(
@@ -171,6 +171,11 @@ def _cut_sequential(model: nn.Sequential, inputs: Tensor) -> LayerCut:
         for index, (name, kind) in enumerate(zip(names, kinds, strict=True))
     )
     return LayerCut(layers, find_shared_parameters(model, layers), chain)
+
+
+def _place(index: int, count: int) -> tuple[bool, bool]:
+    """First and last layers cost more or less than their twins between: no input gradient, the loss."""
+    return index == 0, index == count - 1
 
 
 def _chain_of_tensors(chain: SequentialChain, model: nn.Module, inputs: Tensor) -> tuple[Tensor, ...]:

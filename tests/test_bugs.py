@@ -3,3 +3,16 @@
 A bug found while building belongs in the module's own tests; one that a user met belongs here, with the input that
 showed it, as small as it goes.
 """
+
+import torch
+from torch import nn
+
+from profiler.cut import cut_model
+
+
+def test_first_and_last_layer_of_a_sequential_are_kinds_of_their_own() -> None:
+    """Equal layers at the ends have no input gradient, or the loss; inner twins must not take that over."""
+    model = nn.Sequential(*(nn.Linear(8, 8, device="meta") for _ in range(4)))
+    first, inner, twin, last = (layer.kind for layer in cut_model(model, torch.empty(2, 8, device="meta")).layers)
+    assert inner == twin
+    assert len({first, inner, last}) == 3
