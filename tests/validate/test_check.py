@@ -343,6 +343,26 @@ def test_seconds_of_another_device_are_refused() -> None:
     )
 
 
+def test_profile_without_seconds_promises_no_step() -> None:
+    """A plan whose profile takes no time at all is wrong in its step, and ends in no division by zero."""
+    found, model = solved("pipeline of four")
+    zeros = {f"{name}_seconds": 0.0 for name in ("forward", "backward_input", "backward_weight")}
+    still = [
+        one.model_copy(
+            update={
+                "measurements": tuple(row.model_copy(update=zeros | {"output_bytes": 0}) for row in one.measurements)
+            }
+        )
+        for one in model.layers
+    ]
+    timeless = model.model_copy(update={"layers": tuple(still)})
+    document = found.to_json()
+    document["request"].update(profile=None, profile_id=digest(timeless))
+    document["id"] = parse(Plan, document).request.id
+    (problem,) = check(parse(Plan, document), timeless).problems
+    assert problem == f"prediction.step_seconds: the plan says {found.prediction.step_seconds}, recomputed 0."
+
+
 def test_recompute_word_must_agree_with_the_layers() -> None:
     """A layout that says none while a layer recomputes is named, as is a layer that the job does not let recompute."""
     found, _ = solved("recompute")

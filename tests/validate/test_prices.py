@@ -1,0 +1,98 @@
+"""The checker's second writing of the equations gives the same numbers as the cost model's first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.cost import layout_costs, predict_step, schedule_of, workload
+from planner.cost.communication import Group
+from planner.cost.communication import collective_seconds as cost_collective_seconds
+from planner.cost.compute import computation
+from planner.cost.step import choose
+from planner.spec.profile import Measurement, Operation
+from planner.validate.actions import parse
+from planner.validate.facts import Spread
+from planner.validate.formulas import collective_seconds, layer_seconds
+from planner.validate.prediction import StepCheck
+from planner.validate.prices import Prices
+from tests.brute_force import facts, layouts, stage_maps
+from tests.builders import device, link
+from tests.strategies import Instance, instances
+
+amounts = st.integers(0, 10**12)
+operations = st.builds(
+    Operation,
+    kind=st.sampled_from(["matmul", "attention", "convolution", "memory"]),
+    count=st.integers(1, 5),
+    flops=amounts,
+    bytes=amounts,
+)
+devices = st.builds(
+    device,
+    achievable_fraction=st.sampled_from([0.5, 0.8, 1.0]),
+    launch_seconds=st.sampled_from([0.0, 4e-6]),
+    memory_bandwidth_bytes_per_second=st.sampled_from([None, 1e12, 3e12]),
+)
+
+
+@given(st.lists(operations, max_size=4), devices, amounts, amounts, st.sampled_from(["none", "selective", "full"]))
+def test_rooflines_agree(parts: list[Operation], accelerator: Any, flops: int, again: int, mode: Any) -> None:
+    """Any row of operations, or of FLOPs alone, takes the same seconds in both."""
+    row = Measurement(
+        micro_batch_size=1,
+        sequence_length=1,
+        recompute=mode,
+        forward_flops=flops,
+        backward_input_flops=again,
+        backward_weight_flops=flops,
+        recompute_flops=again,
+        activation_bytes=0,
+        output_bytes=0,
+        temporary_bytes=0,
+        operations=tuple(parts),
+        source="counted",
+    )
+    one, other = computation(row, accelerator, "bf16"), layer_seconds(row, accelerator, "bf16")
+    told = (one.forward_seconds, one.backward_input_seconds, one.backward_weight_seconds, one.recompute_seconds)
+    assert told == pytest.approx(tuple(other))
+
+
+@given(
+    st.sampled_from(["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]),
+    amounts,
+    st.integers(1, 4),
+    st.integers(1, 8),
+    st.integers(0, 3),
+)
+def test_collectives_agree(operation: Any, size: int, nodes: int, fullest: int, fewer: int) -> None:
+    """Any collective over any spread of ranks takes the same seconds in both."""
+    ranks = max(nodes, nodes * fullest - min(fewer, fullest - 1 if nodes > 1 else 0))
+    intra, inter = link(1e11, 3e-6), link(1e10, 1e-5)
+    one = cost_collective_seconds(operation, size, Group(ranks, nodes, fullest), intra, inter)
+    other = collective_seconds(operation, size, Spread(ranks, nodes, fullest), intra, inter)
+    assert one == pytest.approx(other)
+
+
+@settings(max_examples=60)
+@given(instances(), st.integers(0, 3), st.data())
+def test_predictions_agree(instance: Instance, zero: int, data: st.DataObject) -> None:
+    """A whole prediction, every part of time and memory, for any stage map and ZeRO stage."""
+    possible = list(layouts(instance.profile, instance.cluster, instance.job))
+    if not possible:
+        return
+    layout = data.draw(st.sampled_from(possible)).model_copy(update={"zero_stage": zero})
+    known = facts(instance.profile, instance.cluster, instance.job, layout)
+    stage_map = data.draw(st.sampled_from(list(stage_maps(known))))
+    costs = layout_costs(workload(instance.profile, instance.cluster, instance.job), layout)
+    schedule = schedule_of(costs)
+    one = predict_step(costs, schedule, choose(costs, stage_map))
+    other = StepCheck(Prices(known), stage_map, parse(schedule.to_text())).prediction()
+    assert one.memory == other.memory
+    assert one.model_dump(exclude={"memory", "breakdown"}) == pytest.approx(
+        other.model_dump(exclude={"memory", "breakdown"})
+    )
+    assert one.breakdown.model_dump() == pytest.approx(other.breakdown.model_dump(), abs=1e-15)
