@@ -303,7 +303,7 @@ def _shared_costs(
     shards = [data if layout.zero_stage >= level else 1 for level in (3, 2, 1)]
     costs = []
     for one in work.profile.shared_parameters:
-        users = tuple(sorted(order[name] for name in one.layers))
+        users = tuple(sorted({order[name] for name in one.layers}))
         user = next(iter(layers[users[-1]].values()))
         local = min(-(-one.parameters // layout.tensor_parallel_degree), user.parameters)
         size_bytes = local * ogp.gradient_bytes

@@ -212,3 +212,9 @@ def test_unpriced_dimensions_are_refused(field: str, value: int) -> None:
     """A dimension without equations is refused by name."""
     with pytest.raises(UnsupportedError, match=f"layout.{field}"):
         costs_of(one_layer(), cluster(2), **{field: value})
+
+
+def test_layer_that_uses_shared_parameters_twice_is_one_user() -> None:
+    """A profile may name a layer twice; it still holds one copy, and shares with nobody."""
+    model = profile(layer(parameters=1000) * 3, shared=[((1, 1), 1000)])
+    assert costs_of(model, pipeline_parallel_degree=3).shared[0].layers == (1,)

@@ -98,19 +98,19 @@ def test_schedule_aliases_are_understood() -> None:
     assert check(found, model).ok
 
 
-@pytest.mark.parametrize(
-    ("modes", "word"), [(["none"], "none"), (["full"], "full"), (["none", "full"], "per-layer"), ([], "none")]
-)
-def test_layout_tells_what_recomputes(modes: list[str], word: str) -> None:
-    """One word when all layers that could choose chose the same, per-layer otherwise."""
-    costs = {"activation": 1_000_000, "kept": 0}
-    parts = [layer(f"k{place}", forward=place * 1e-3 + 1e-3, modes=("none", "full"), **costs) for place in range(2)]
-    model = profile(*parts) if modes else four_equal_layers()
-    memory = {"none": 10**9, "full": 100_000}.get(modes[0] if len(modes) == 1 else "none", 10**9)
-    machines = cluster(1, memory_bytes=1_500_000 if len(modes) == 2 else memory)
-    found = plan(request(model, machines, job(4, schedule="1f1b")), model)
+@pytest.mark.parametrize(("memory_bytes", "word"), [(3_000_000, "none"), (1_500_000, "per-layer"), (100_000, "full")])
+def test_layout_tells_what_recomputes(memory_bytes: int, word: str) -> None:
+    """Two layers of a megabyte each: one word when both chose the same, per-layer when one of them recomputes."""
+    parts = [layer(f"k{place}", activation=1_000_000, modes=("none", "full")) for place in range(2)]
+    model = profile(*parts, layer("head"))
+    found = plan(request(model, cluster(1, memory_bytes=memory_bytes), job(4, schedule="1f1b")), model)
     assert isinstance(found, Plan)
     assert found.layout.recompute == word
+    assert [one.recompute for stage in found.stages for one in stage.layers].count("full") == {
+        "none": 0,
+        "per-layer": 1,
+        "full": 2,
+    }[word]
 
 
 @pytest.mark.parametrize(
