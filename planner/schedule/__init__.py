@@ -6,7 +6,9 @@ from planner.schedule.critical_path import CriticalPath, critical_path
 from planner.schedule.durations import Durations
 from planner.schedule.entry import ScheduleEntry
 from planner.schedule.in_flight import in_flight, in_flight_per_stage, in_flight_vectors
+from planner.schedule.memory import HeldBytes, memory_curves, peak_bytes
 from planner.schedule.simulate import Event, Simulation, simulate
+from planner.schedule.transfers import Transfer, TransferMode
 
 __all__ = [
     "Action",
@@ -14,9 +16,12 @@ __all__ = [
     "CriticalPath",
     "Durations",
     "Event",
+    "HeldBytes",
     "Schedule",
     "ScheduleEntry",
     "Simulation",
+    "Transfer",
+    "TransferMode",
     "build",
     "canonical_name",
     "critical_path",
@@ -24,6 +29,8 @@ __all__ = [
     "in_flight",
     "in_flight_per_stage",
     "in_flight_vectors",
+    "memory_curves",
     "names",
+    "peak_bytes",
     "simulate",
 ]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import groupby
+from itertools import groupby, pairwise
 from operator import attrgetter
 
 from planner.errors import DocumentError, ScheduleError
 from planner.schedule.actions import Action, ActionKind
 from planner.schedule.simulate import Event, Simulation
+from planner.schedule.transfers import Transfer, transfers_of
 from planner.spec.measured import MeasuredAction, MeasuredRun
 
 
@@ -100,6 +101,9 @@ def from_simulation(simulation: Simulation, title: str = "predicted", after: Seq
     rows = []
     for rank, events in enumerate(simulation.events):
         row = [bar for event in events for bar in _bars(simulation, event)]
+        row += _early_recomputes(simulation, events)
+        row += map(_transfer, transfers_of(simulation, rank))
+        row.sort(key=attrgetter("start_seconds", "end_seconds"))
         row += _phases(after[rank] if after else (), simulation.end_seconds[rank])
         rows.append(tuple(row))
     return Timeline(title, tuple(rows))
@@ -132,30 +136,31 @@ def _kind_of(label: str) -> EventKind:
 
 
 def _bars(simulation: Simulation, event: Event) -> Iterator[TimelineEvent]:
-    """The recomputation inside the action, the action, and the transfer that follows it, as far as they take time."""
+    """The recomputation inside the action, as far as it takes time, and the action."""
     action, start, end = event.action, event.start_seconds, event.end_seconds
-    if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT):
-        recomputed = start + simulation.durations.recompute[action.stage]
+    is_inside = simulation.schedule.recompute_stop is None
+    if is_inside and action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT):
+        recomputed = start + simulation.durations.recompute_of(action.stage, action.micro_batch)
         if recomputed > start:
             yield TimelineEvent(str(action), EventKind.RECOMPUTE, start, recomputed)
         start = recomputed
     yield TimelineEvent(str(action), EventKind(action.kind.value), start, end)
-    yield from _transfer(simulation, event)
 
 
-def _transfer(simulation: Simulation, event: Event) -> Iterator[TimelineEvent]:
-    stage = event.action.stage
-    if event.action.kind is ActionKind.FORWARD:
-        receiver, boundary, seconds = stage + 1, stage, simulation.durations.transfer_forward
-    elif event.action.kind is ActionKind.BACKWARD_WEIGHT:
-        return
-    else:
-        receiver, boundary, seconds = stage - 1, stage - 1, simulation.durations.transfer_backward
-    owners = simulation.schedule.stage_ranks
-    if not 0 <= receiver < len(owners) or owners[receiver] == owners[stage] or not seconds[boundary]:
-        return
-    label = f"{event.action} to stage {receiver}"
-    yield TimelineEvent(label, EventKind.TRANSFER, event.end_seconds, event.end_seconds + seconds[boundary])
+def _early_recomputes(simulation: Simulation, events: Sequence[Event]) -> Iterator[TimelineEvent]:
+    """Recomputations that run ahead of their backward, right after the action before it."""
+    stop = simulation.schedule.recompute_stop or 0
+    for before, event in pairwise(events):
+        action = event.action
+        seconds = simulation.durations.recompute[action.stage]
+        if action.kind is ActionKind.BACKWARD and action.micro_batch < stop and seconds:
+            start = before.end_seconds
+            yield TimelineEvent(str(action), EventKind.RECOMPUTE, start, start + seconds)
+
+
+def _transfer(sent: Transfer) -> TimelineEvent:
+    label = f"{sent.producer} to stage {sent.target_stage}"
+    return TimelineEvent(label, EventKind.TRANSFER, sent.start_seconds, sent.end_seconds)
 
 
 def _phases(phases: Phases, start: float) -> Iterator[TimelineEvent]:

@@ -53,6 +53,8 @@ class Graph:
     """By action: index into `Durations.of_transfers` of what its producer sends."""
     work: list[int]
     """By action: index into `Durations.of_actions`."""
+    rank: list[int]
+    """By action: where it runs."""
     rank_actions: list[list[int]]
     """Per rank, its actions in order."""
 
@@ -227,7 +229,7 @@ class _Builder:
         self._number = [NOTHING] * (2 * schedule.stages * schedule.units + 1)
         self._waiting: dict[int, int] = {}
         self._graph = Graph(
-            schedule.stages, schedule.sequence_chunks, [], [], [], [], [[] for _ in range(schedule.ranks)]
+            schedule.stages, schedule.sequence_chunks, [], [], [], [], [], [[] for _ in range(schedule.ranks)]
         )
 
     def graph(self) -> Graph:
@@ -278,6 +280,7 @@ class _Builder:
         mine, first = graph.rank_actions[rank], len(graph.work)
         graph.before.append(mine[-1] if mine else NOTHING)
         graph.before.extend(range(first, first + end - start - 1))
+        graph.rank.extend([rank] * (end - start))
         graph.work.extend(row.works[start:end])
         graph.transfer.extend(row.transfers[start:end])
         mine.extend(range(first, first + end - start))

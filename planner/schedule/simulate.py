@@ -1,8 +1,8 @@
 """Exact discrete-event simulation of a schedule.
 
 Every rank runs its actions strictly in order, one at a time, each as soon as the rank is free and its input is there.
-A transfer starts when its producer ends, overlaps with compute on both sides, and only delays its consumer. Under these
-rules the earliest times are the longest paths of the schedule's graph, so one pass over the actions is exact.
+Transfers overlap with compute unless asked otherwise (`planner.schedule.transfers`). Under these rules the earliest
+times are the longest paths of the schedule's graph, so one pass over the actions is exact.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from planner.schedule.actions import Action, Schedule
 from planner.schedule.durations import Durations
-from planner.schedule.graph import check_stages, graph_of
+from planner.schedule.graph import NOTHING, Graph, check_stages, graph_of
 from planner.schedule.in_flight import in_flight
+from planner.schedule.transfers import Flow, Transfer, TransferMode, transfers_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class Simulation:
     """Per rank and action of the schedule."""
     busy_seconds: tuple[float, ...]
     """Per rank: time spent in actions, recompute included."""
+    transfer_mode: TransferMode = TransferMode.OVERLAPPED
 
     @property
     def events(self) -> tuple[tuple[Event, ...], ...]:
@@ -77,8 +79,53 @@ class Simulation:
         """Per rank: most units held at once, from the start of F to the end of B or W."""
         return in_flight(self.schedule)
 
+    @property
+    def transfers(self) -> tuple[tuple[Transfer, ...], ...]:
+        """Per rank: what it sends, in order, as far as it takes time."""
+        return tuple(tuple(transfers_of(self, rank)) for rank in range(self.schedule.ranks))
 
-def simulate(schedule: Schedule, durations: Durations) -> Simulation:
+    @property
+    def link_seconds(self) -> dict[tuple[int, int], float]:
+        """By (sending rank, receiving rank): time of all transfers; over the makespan, it is the link's occupancy."""
+        seconds: dict[tuple[int, int], float] = {}
+        for transfer in (each for sent in self.transfers for each in sent):
+            link = transfer.source, transfer.target
+            seconds[link] = seconds.get(link, 0) + transfer.end_seconds - transfer.start_seconds
+        return seconds
+
+    @property
+    def critical_actions(self) -> tuple[Action, ...]:
+        """One longest chain of actions, first to last, each waiting for the one before or for what it sent."""
+        graph = graph_of(self.schedule)
+        flow = Flow.of(graph, self.durations, self.transfer_mode)
+        last = max(range(self.schedule.ranks), key=self.end_seconds.__getitem__)
+        named = {
+            node: action
+            for nodes, actions in zip(graph.rank_actions, self.schedule.actions, strict=True)
+            for node, action in zip(nodes, actions, strict=True)
+        }
+        chain = _longest_chain(graph, flow, graph.rank_actions[last][-1])
+        return tuple(named[node] for node in reversed(chain) if node in named)
+
+
+def _longest_chain(graph: Graph, flow: Flow, node: int) -> list[int]:
+    """Back from a node along what each one really waited for."""
+    chain = []
+    while node != NOTHING:
+        chain.append(node)
+        producer, before = graph.producer[node], graph.before[node]
+        if producer != NOTHING and flow.arrivals[producer] >= flow.free[before]:
+            while flow.behind[producer] != NOTHING:
+                producer = flow.behind[producer]
+            node = producer
+        else:
+            node = before
+    return chain
+
+
+def simulate(
+    schedule: Schedule, durations: Durations, *, transfer_mode: TransferMode = TransferMode.OVERLAPPED
+) -> Simulation:
     """When every action runs, at the earliest; linear in the number of actions.
 
     Raises:
@@ -87,7 +134,11 @@ def simulate(schedule: Schedule, durations: Durations) -> Simulation:
     """
     check_stages(schedule, durations)
     graph = graph_of(schedule)
-    starts, ends = graph.earliest(durations)
+    if transfer_mode is TransferMode.OVERLAPPED:
+        starts, ends = graph.earliest(durations)
+    else:
+        flow = Flow.of(graph, durations, transfer_mode)
+        starts, ends = flow.starts, flow.ends
     lengths = durations.of_actions(graph.chunks)
     return Simulation(
         schedule=schedule,
@@ -98,6 +149,7 @@ def simulate(schedule: Schedule, durations: Durations) -> Simulation:
             sum([lengths[graph.work[action]] for action in actions]) + _recomputing(schedule, durations, rank)
             for rank, actions in enumerate(graph.rank_actions)
         ),
+        transfer_mode=transfer_mode,
     )
 
 

@@ -214,4 +214,4 @@ def test_no_schedule_ever_dead_locks(name: str) -> None:
                         continue
                     built += 1
                     assert sum(made.busy_seconds) == 3 * made.schedule.stages * made.schedule.units
-    assert built > 10
+    assert built > 5
