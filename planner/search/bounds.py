@@ -26,18 +26,19 @@ BOUNDED = ("gpipe", "1f1b")
 """Schedules whose bounds are known: those that the search may choose."""
 
 
-def warm_ups(name: str, ranks: int, micro_batches: int) -> tuple[int, ...]:
+def warm_ups(costs: LayoutCosts) -> tuple[int, ...]:
     """u(s): forwards before the first backward on every rank; for both schedules also the most units in flight.
 
     Told without building the schedule, since the bound is asked for every layout of the space.
     """
+    name, ranks = costs.layout.schedule, costs.layout.pipeline_parallel_degree
     if name not in BOUNDED:
         raise UnsupportedError(
             f"no bound is known for the schedule {name!r}.", field="schedule", mend=f"use {' or '.join(BOUNDED)}."
         )
     if name == "gpipe":
-        return (micro_batches,) * ranks
-    return tuple(min(micro_batches, ranks - rank) for rank in range(ranks))
+        return (costs.micro_batches,) * ranks
+    return tuple(min(costs.micro_batches, ranks - rank) for rank in range(ranks))
 
 
 def lower_bound(costs: LayoutCosts, modes: Sequence[Sequence[LayerCost]], warm_up: Sequence[int]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.cost import LayoutCosts, choose, predict_step, schedule_of
+from planner.cost import LayoutCosts, choose, predict_step
 from planner.search.inside import least_memory
 from planner.search.result import Candidate, Found
 from planner.search.segments import allowed_modes
@@ -124,7 +124,7 @@ def _even_share(costs: LayoutCosts) -> float:
 
 def _miss(costs: LayoutCosts) -> Miss:
     wish = recompute_wish(costs.work.job.constraints.get("recompute"))
-    rank, needed = least_memory(costs, schedule_of(costs), allowed_modes(costs, wish))
+    rank, needed = least_memory(costs, allowed_modes(costs, wish))
     capacity = costs.work.capacity_bytes
     return Miss(
         layout=costs.layout.model_copy(update={"recompute": "per-layer"}),

@@ -14,8 +14,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
-from planner.cost import LayoutCosts, StageMap, Step, choose, durations, evaluate, reserved_bytes, tail_ticks
+from planner.cost import (
+    LayoutCosts,
+    StageMap,
+    Step,
+    choose,
+    durations,
+    evaluate,
+    reserved_bytes,
+    schedule_of,
+    tail_ticks,
+)
 from planner.schedule import Schedule, critical_path, in_flight_per_stage
 from planner.search.bounds import BOUNDED, warm_ups
 from planner.search.paths import Cut, Path, Ways, most_even, segment_bounds
@@ -58,7 +69,6 @@ class LayoutSearch:
 
     Args:
         costs: the layout, priced.
-        schedule: its schedule.
         modes: allowed recompute choices of every layer.
         limit_ticks: only stage maps faster than this matter.
         must_fit: keep every stage within the device's memory.
@@ -67,21 +77,25 @@ class LayoutSearch:
     def __init__(
         self,
         costs: LayoutCosts,
-        schedule: Schedule,
         modes: tuple[LayerModes, ...],
         *,
         limit_ticks: int = NO_LIMIT,
         must_fit: bool = True,
     ) -> None:
         room = costs.work.capacity_bytes - reserved_bytes(costs.work) if must_fit else _UNBOUNDED_BYTES
-        self.costs, self.schedule = costs, schedule
-        self.segments = Segments(costs, modes, in_flight_per_stage(schedule), room)
+        self.costs = costs
+        self.segments = Segments(costs, modes, in_flight(costs), room)
         self.open = self.segments.fits.copy()
         self.limit = limit_ticks
         self.bound = 0
         self.best: tuple[StageMap, Step] | None = None
         self.is_empty = False
         self._cuts: list[Cut] = []
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """Built only when a stage map is simulated: most layouts are excluded by their bounds before."""
+        return schedule_of(self.costs)
 
     def start(self) -> None:
         """Bound the layout and strike out segments: equations (H2) and (H3)."""
@@ -98,11 +112,10 @@ class LayoutSearch:
             self.open &= ~struck
 
     def _segment_bounds(self) -> Table:
-        schedule = self.schedule
-        if schedule.name in BOUNDED:
-            warm_up = warm_ups(schedule.name, schedule.ranks, schedule.micro_batches)
-            return segment_bounds(self.segments, self.open, warm_up, schedule.micro_batches)
-        return schedule.micro_batches * (self.segments.forward + self.segments.backward)
+        count = self.costs.micro_batches
+        if self.costs.layout.schedule in BOUNDED:
+            return segment_bounds(self.segments, self.open, warm_ups(self.costs), count)
+        return count * (self.segments.forward + self.segments.backward)
 
     def tighten(self) -> None:
         """Strike out what no cut found so far lets beat the limit: equation (H2)."""
@@ -193,9 +206,15 @@ class LayoutSearch:
         return found[1]
 
 
+def in_flight(costs: LayoutCosts) -> tuple[int, ...]:
+    """Most micro-batches that every rank holds at once; told without building the schedule where that is possible."""
+    if costs.layout.schedule in BOUNDED:
+        return warm_ups(costs)
+    return in_flight_per_stage(schedule_of(costs))
+
+
 def solve_layout(
     costs: LayoutCosts,
-    schedule: Schedule,
     modes: tuple[LayerModes, ...],
     *,
     limit_ticks: int = NO_LIMIT,
@@ -203,14 +222,14 @@ def solve_layout(
     must_fit: bool = True,
 ) -> Inside:
     """Best stage map of a layout that fits the memory (unless told otherwise) and beats the limit."""
-    search = LayoutSearch(costs, schedule, modes, limit_ticks=limit_ticks, must_fit=must_fit)
+    search = LayoutSearch(costs, modes, limit_ticks=limit_ticks, must_fit=must_fit)
     search.start()
     return search.finish(seconds_left)
 
 
-def least_memory(costs: LayoutCosts, schedule: Schedule, modes: tuple[LayerModes, ...]) -> tuple[int, int]:
+def least_memory(costs: LayoutCosts, modes: tuple[LayerModes, ...]) -> tuple[int, int]:
     """(pipeline rank, bytes) of the fullest rank under the stage map of least memory, reserved bytes included."""
-    segments = Segments(costs, modes, in_flight_per_stage(schedule), _UNBOUNDED_BYTES)
+    segments = Segments(costs, modes, in_flight(costs), _UNBOUNDED_BYTES)
     found = most_even(segments.least_bytes, segments.is_segment)
     assert found is not None, "a layout has no more stages than layers"
     needed, path = found

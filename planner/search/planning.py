@@ -51,7 +51,7 @@ def make_request(
     """
     return PlanRequest(
         model=model,
-        profile_id=digest(profile),
+        profile_id=_profile_id(profile),
         profile=None if model else profile,
         cluster=cluster,
         job=job,
@@ -60,15 +60,25 @@ def make_request(
     )
 
 
+_latest: list[tuple[ModelProfile, str]] = []
+
+
+def _profile_id(profile: ModelProfile) -> str:
+    """sha256 of a profile; kept for the latest one: a request and its plan ask for the same, and it takes time."""
+    if not _latest or _latest[0][0] is not profile:
+        _latest[:] = [(profile, digest(profile))]
+    return _latest[0][1]
+
+
 def plan(request: PlanRequest, profile: ModelProfile, *, callbacks: Callbacks | None = None) -> Plan | Infeasible:
     """The fastest plan, proven; or why none fits.
 
     Raises:
         SpecError: the documents do not belong together, or ask for what cannot be run.
     """
-    if digest(profile) != request.profile_id:
+    if _profile_id(profile) != request.profile_id:
         raise MismatchError(
-            f"the request was made for profile {request.profile_id[:12]}, not {digest(profile)[:12]}.",
+            f"the request was made for profile {request.profile_id[:12]}, not {_profile_id(profile)[:12]}.",
             field="profile",
             mend="give the profile that the request names.",
         )
@@ -182,9 +192,9 @@ def _given(costs: LayoutCosts, counts: Sequence[int]) -> StageMap:
     stops = tuple(accumulate(counts))
     starts = (0, *stops[:-1])
     path = tuple((start - s, stop - 1 - s) for s, (start, stop) in enumerate(zip(starts, stops, strict=True)))
-    schedule, modes = schedule_of(costs), allowed_modes(costs, (costs.layout.recompute,))
+    modes = allowed_modes(costs, (costs.layout.recompute,))
     for must_fit in (True, False):
-        search = LayoutSearch(costs, schedule, modes, must_fit=must_fit)
+        search = LayoutSearch(costs, modes, must_fit=must_fit)
         if all(search.open[s, x, y] for s, (x, y) in enumerate(path)):
             search.judge(path)
         if search.best is not None:
@@ -194,12 +204,10 @@ def _given(costs: LayoutCosts, counts: Sequence[int]) -> StageMap:
 
 def _fastest(costs: LayoutCosts) -> StageMap:
     """The fastest stage map that fits; the fastest at all when none does."""
-    schedule, modes = schedule_of(costs), allowed_modes(costs, (costs.layout.recompute,))
+    modes = allowed_modes(costs, (costs.layout.recompute,))
     deadline = time.monotonic() + _PREDICT_SECONDS
     for must_fit in (True, False):
-        inside = solve_layout(
-            costs, schedule, modes, seconds_left=lambda: deadline - time.monotonic(), must_fit=must_fit
-        )
+        inside = solve_layout(costs, modes, seconds_left=lambda: deadline - time.monotonic(), must_fit=must_fit)
         if inside.stage_map is not None:
             return inside.stage_map
     raise LayoutError("no stage map was found in time.", field="layout", mend="give layers_per_stage.")

@@ -143,7 +143,7 @@ def search(work: Workload, layouts: Sequence[Layout], options: Options, callback
 
 def _take_up(state: _State, layout: Open) -> None:
     """Bound a layout over its segments, or solve it: equation (F2)."""
-    search = LayoutSearch(layout.costs, schedule_of(layout.costs), layout.modes, limit_ticks=state.limit_ticks)
+    search = LayoutSearch(layout.costs, layout.modes, limit_ticks=state.limit_ticks)
     search.start()
     if search.is_empty:
         state.close(layout)
@@ -164,7 +164,7 @@ def rivals(best: Candidate, layouts: Iterable[Open], top: int) -> tuple[Candidat
     others = sorted(one for one in layouts if one.costs is not best.costs)[: _RIVAL_POOL * top]
     searches = []
     for layout in others:
-        search = LayoutSearch(layout.costs, schedule_of(layout.costs), layout.modes)
+        search = LayoutSearch(layout.costs, layout.modes)
         search.start()
         if not search.is_empty:
             searches.append(search)
@@ -181,15 +181,11 @@ def bounded(work: Workload, layout: Layout, wish: tuple[str, ...], order: int = 
     """A layout with its lower bound: equation (F1)."""
     costs = layout_costs(work, layout)
     modes = allowed_modes(costs, wish)
-    return Open(lower_bound(costs, modes, _warm_ups(costs)), order, False, costs, modes)
-
-
-def _warm_ups(costs: LayoutCosts) -> tuple[int, ...]:
-    return warm_ups(costs.layout.schedule, costs.layout.pipeline_parallel_degree, costs.micro_batches)
+    return Open(lower_bound(costs, modes, warm_ups(costs)), order, False, costs, modes)
 
 
 def _may_fit(layout: Open) -> bool:
-    return may_fit(layout.costs, layout.modes, _warm_ups(layout.costs))
+    return may_fit(layout.costs, layout.modes, warm_ups(layout.costs))
 
 
 def recompute_wish(constraint: Constraint | None) -> tuple[str, ...]:

@@ -1,0 +1,40 @@
+"""What the bounds say of a schedule without building it."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+
+from planner.errors import UnsupportedError
+from planner.schedule import ActionKind, build, in_flight_per_stage, names
+from planner.search.bounds import BOUNDED, warm_ups
+from planner.spec.layout import Layout
+
+
+def told(name: str, ranks: int, micro_batches: int) -> tuple[int, ...]:
+    """`warm_ups` of a layout with these numbers."""
+    layout = Layout(schedule=name, pipeline_parallel_degree=ranks)
+    return warm_ups(mock.Mock(layout=layout, micro_batches=micro_batches))
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("micro_batches", [1, 2, 4, 9])
+def test_warm_ups_are_those_of_the_built_schedule(name: str, ranks: int, micro_batches: int) -> None:
+    """Forwards before the first backward, and most in flight, as the schedule's own actions have them."""
+    schedule = build(name, ranks=ranks, micro_batches=micro_batches)
+    kinds = [[action.kind for action in actions] for actions in schedule.actions]
+    assert told(name, ranks, micro_batches) == tuple(row.index(ActionKind.BACKWARD) for row in kinds)
+    assert told(name, ranks, micro_batches) == in_flight_per_stage(schedule)
+
+
+def test_every_schedule_that_the_search_may_choose_is_bounded() -> None:
+    """A schedule that becomes runnable needs its bounds too."""
+    assert set(names(runnable_only=True)) == set(BOUNDED)
+
+
+def test_a_schedule_without_bounds_is_refused() -> None:
+    """No bound is guessed."""
+    with pytest.raises(UnsupportedError, match="no bound is known"):
+        told("zb-h1", 2, 4)
