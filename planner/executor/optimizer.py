@@ -52,8 +52,10 @@ class Optimizer:
         dtype = COMPUTE_DTYPE[precision]
         self._masters = [] if dtype == torch.float32 else [p.detach().clone() for p in self._parameters]
         for parameter in module.parameters():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(dtype)
+            if parameter.is_floating_point() and parameter.dtype != dtype:
+                # Assigning to .data would leave a DTensor's own record of its type behind.
+                cast = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, cast)  # type: ignore[no-untyped-call]
         trained = self._masters or self._parameters
         self._optimizer = make_optimizer(name, trained, learning_rate) if trained else None
 

@@ -37,7 +37,7 @@ LLAMA = {
     "max_position_embeddings": 32,
 }
 QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 8}
-CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3}
+CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3, "tied-llama": {**LLAMA, "tie_word_embeddings": True}}
 
 
 def mlp() -> tuple[nn.Module, torch.Tensor]:

@@ -46,6 +46,8 @@ TWO_RANKS = {
     "pp2-sequential": Case(
         "mlp", (1, 5), {"sequence_length": 0, "micro_batch_size": 2, "optimizer": "momentum"}, learning_rate=0.05
     ),
+    "tp2-tied": Case("tied-llama", (6,), {"tensor": 2, "micro_batches": 2}),
+    "tp2-bf16": Case("llama", (6,), {"tensor": 2, "precision": "bf16-mixed"}),
     # One step of plain SGD with rate 1 moves every parameter by its gradient.
     "gradients": Case("gpt2", (3, 3), {"optimizer": "sgd"}, steps=1, learning_rate=1.0),
     "gradients-tp2": Case("qwen3", (6,), {"tensor": 2, "optimizer": "sgd"}, steps=1, learning_rate=1.0),
@@ -74,7 +76,8 @@ def run(case: Case) -> dict[str, float]:
     values = _whole(executor.part.module)
     if dist.get_rank() > 0:
         return {}
-    expected = train_reference(plan, source, steps=case.steps, **settings)
+    exact = make_plan(names, case.sizes, **{**case.options, "precision": "fp32"})
+    expected = train_reference(exact, source, steps=case.steps, **settings)
     pairs = zip(measured.losses, expected.losses, strict=True)
     wanted = dict(expected.model.named_parameters(remove_duplicate=False))
     worst = max(float((values[name] - wanted[name].detach()).abs().max()) for name in wanted)
