@@ -36,6 +36,11 @@ def report(error: Exception, *, as_json: bool = False) -> int:
     return exit_code(error)
 
 
+def tell_interrupted() -> None:
+    """The one line that Ctrl-C leaves, in place of a progress bar that may stand there."""
+    words(("\r\033[K" if sys.stderr.isatty() else "") + "planner: interrupted")
+
+
 def _without_torch(error: Exception) -> Exception:
     """An installation for planning only is a choice of the user, not a defect."""
     if not isinstance(error, ModuleNotFoundError) or error.name not in TRAINING_PACKAGES:

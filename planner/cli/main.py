@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from planner import __version__
-from planner.cli.failures import INTERRUPTED, PIPE_CLOSED, report
+from planner.cli.failures import INTERRUPTED, PIPE_CLOSED, report, tell_interrupted
 from planner.errors import SpecError
 
 VERBS: dict[str, str] = {
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(words)
     except KeyboardInterrupt:
-        print("planner: interrupted", file=sys.stderr)
+        tell_interrupted()
         return INTERRUPTED
     except BrokenPipeError:
         _leave_stdout()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from planner.cli.arguments import add_json, add_option, add_output, add_question, positive_seconds, whole_number
 from planner.cli.console import STDOUT, Progress, check_output, data, to_json, words, write
 from planner.cli.failures import DONE, INFEASIBLE
 from planner.cli.inputs import Question, read_question
+from planner.cli.interrupt import interruptible
 from planner.cli.plan_text import infeasible_text, plan_text
 from planner.cli.units import percent, seconds
 from planner.spec import Infeasible, Options, Plan, parse
@@ -65,12 +67,18 @@ def _publish(plan: Plan, arguments: argparse.Namespace) -> None:
 
 
 def _search(question: Question, options: Options) -> Plan | Infeasible:
+    with Progress("searching") as progress:
+        return interruptible(lambda should_stop: _solve(question, options, progress, should_stop))
+
+
+def _solve(
+    question: Question, options: Options, progress: Progress, should_stop: Callable[[], bool]
+) -> Plan | Infeasible:
     from planner.search import Callbacks, make_request, plan
 
     request = make_request(question.profile, question.cluster, question.job, options, model=question.model)
-    with Progress("searching") as progress:
-        callbacks = Callbacks(on_progress=lambda now: progress.update(*_seen(now)))
-        return plan(request, question.profile, callbacks=callbacks)
+    callbacks = Callbacks(on_progress=lambda now: progress.update(*_seen(now)), should_stop=should_stop)
+    return plan(request, question.profile, callbacks=callbacks)
 
 
 def _seen(now: SearchProgress) -> tuple[int, int, str]:

@@ -7,8 +7,10 @@ import argparse
 from planner.cli.arguments import add_json, add_output, add_question
 from planner.cli.console import STDOUT, check_output, data, to_json, words, write
 from planner.cli.failures import DONE
-from planner.cli.inputs import read_layout, read_question
+from planner.cli.inputs import Question, read_layout, read_question
+from planner.cli.interrupt import interruptible
 from planner.cli.plan_text import forecast_text
+from planner.spec import Forecast, PredictionLayout
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -27,12 +29,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the forecast. A layout that does not fit is an answer too: it says so, and by how much."""
-    from planner.search import predict
-
     check_output(arguments.output)
     layout = read_layout(arguments.layout)
     question = read_question(arguments)
-    forecast = predict(question.profile, question.cluster, question.job, layout, model=question.model)
+    forecast = interruptible(lambda _: _predict(question, layout))
     if arguments.output is not None:
         write(arguments.output, to_json(forecast))
     if not arguments.json:
@@ -40,3 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.output != STDOUT:
         data(to_json(forecast))
     return DONE
+
+
+def _predict(question: Question, layout: PredictionLayout) -> Forecast:
+    from planner.search import predict
+
+    return predict(question.profile, question.cluster, question.job, layout, model=question.model)
