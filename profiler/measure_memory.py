@@ -70,7 +70,7 @@ def main() -> int:
         # The first kernels, autograd and the optimizer load code of their own.
         layer = torch.nn.Linear(8, 8)
         layer(torch.ones(8, 8)).sum().backward()
-        torch.optim.AdamW(layer.parameters()).step()
+        torch.optim.AdamW(layer.parameters(), fused=True).step()
         print(_proc_bytes(Path("/proc/self/status"), "VmRSS"))  # noqa: T201
         dist.destroy_process_group()
     return 0
