@@ -8,6 +8,7 @@ from planner.schedule.entry import ScheduleEntry
 from planner.schedule.in_flight import in_flight, in_flight_per_stage, in_flight_vectors
 from planner.schedule.memory import HeldBytes, memory_curves, peak_bytes
 from planner.schedule.simulate import Event, Simulation, simulate
+from planner.schedule.synthesize import Synthesis, synthesize
 from planner.schedule.transfers import Transfer, TransferMode
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Schedule",
     "ScheduleEntry",
     "Simulation",
+    "Synthesis",
     "Transfer",
     "TransferMode",
     "build",
@@ -33,4 +35,5 @@ __all__ = [
     "names",
     "peak_bytes",
     "simulate",
+    "synthesize",
 ]

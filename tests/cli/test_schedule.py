@@ -1,83 +1,146 @@
-"""`planner schedule`."""
-
-from __future__ import annotations
+"""`planner schedule` prints what the simulator says."""
 
 import pytest
 
-from planner.schedule import names
 from tests.cli.support import Command
 
-SHAPE = ("--stages", "4", "--micro-batches", "8")
 
-
-def test_json_has_the_contracts_keys(planner: Command) -> None:
-    """Makespan, span, bubble, peak and actions of 1F1B are those of its closed forms: (M + P - 1)(F + B)."""
-    found = planner("schedule", "1f1b", *SHAPE, "--json").json
-    assert set(found) == {"makespan", "span", "bubble_fraction", "peak_in_flight", "actions"}
-    assert found["makespan"] == (8 + 4 - 1) * 3
-    assert found["bubble_fraction"] == pytest.approx(3 / 11)
-    assert found["peak_in_flight"] == [4, 3, 2, 1]
-    assert found["actions"][3][:4] == ["3F0", "3B0", "3F1", "3B1"]
-
-
-def test_bubble_is_one_minus_busy(planner: Command) -> None:
-    """bubble_fraction is 1 - busy / (P x makespan) for durations that differ by stage."""
-    found = planner("schedule", "gpipe", *SHAPE, "--forward", "1,2,3,4", "--transfer", "0.5", "--json").json
-    busy = 8 * (1 + 2 + 3 + 4) + 4 * 8 * 2
-    assert found["bubble_fraction"] == pytest.approx(1 - busy / (4 * found["makespan"]))
-
-
-def test_transfers_delay_consumers_only(planner: Command) -> None:
-    """One micro-batch over two stages pays the transfer there and back."""
-    words = ("schedule", "gpipe", "--stages", "2", "--micro-batches", "1", "--json")
-    assert planner(*words, "--transfer", "5").json["makespan"] == planner(*words).json["makespan"] + 10
-
-
-def test_one_stage_has_no_boundary(planner: Command) -> None:
-    """A pipeline of one stage takes a transfer time and has nowhere to spend it."""
-    words = ("schedule", "1f1b", "--stages", "1", "--micro-batches", "3", "--json")
-    assert planner(*words, "--transfer", "5").json["makespan"] == 9
-
-
-@pytest.mark.parametrize("name", names())
-def test_every_schedule_by_name(planner: Command, name: str) -> None:
-    """Every schedule of the catalogue is simulated; those of several stages per rank say so when given one."""
-    plain = planner("schedule", name, *SHAPE, "--json")
-    found = plain if plain.code == 0 else planner("schedule", name, *SHAPE, "--virtual", "2", "--json")
-    assert found.code == 0
-    assert len(found.json["actions"]) == 4
-
-
-def test_text_and_actions(planner: Command) -> None:
-    """The text tells the same, and --actions adds every rank's order."""
-    short, long = planner("schedule", "1f1b", *SHAPE).out, planner("schedule", "1f1b", *SHAPE, "--actions").out
-    assert "peak in flight  4 3 2 1" in short
-    assert long.startswith(short.rstrip("\n"))
-    assert "rank 3: 3F0 3B0 3F1" in long
-
-
-@pytest.mark.parametrize(("limit", "code"), [("4", 0), ("3", 3)])
-def test_memory_limit(planner: Command, limit: str, code: int) -> None:
-    """A schedule whose rank holds more units than the limit ends with 3 and names that rank."""
-    ended = planner("schedule", "1f1b", *SHAPE, "--memory-limit", limit)
-    assert ended.code == code
-    assert ("rank 0 holds 4" in ended.err) is (code == 3)
+def test_contract_of_json(planner: Command) -> None:
+    """The keys that outsiders rely on."""
+    ended = planner("schedule", "1f1b", "--stages", "4", "--micro-batches", "8", "--json")
+    assert ended.code == 0
+    assert set(ended.json) == {"makespan", "span", "bubble_fraction", "peak_in_flight", "actions"}
+    assert (ended.json["makespan"], ended.json["span"]) == (33, 33)
+    assert ended.json["bubble_fraction"] == pytest.approx(9 / 33)
+    assert ended.json["peak_in_flight"] == [4, 3, 2, 1]
+    assert ended.json["actions"][3][:4] == ["3F0", "3B0", "3F1", "3B1"]
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("name", "micro_batches", "more", "makespan"),
     [
-        ("2f2b", *SHAPE),
-        ("1f1b", *SHAPE, "--forward", "1,2"),
-        ("1f1b", *SHAPE, "--transfer", "1,2"),
-        ("1f1b", *SHAPE, "--backward-weight", "-1"),
-        ("1f1b", *SHAPE, "--virtual", "2"),
-        ("1f1b", *SHAPE, "--sequence-chunks", "2"),
+        ("GPipe", 8, (), 33),
+        ("torchgpipe", 8, (), 40),
+        ("torchgpipe", 8, ("--recompute-mode", "never"), 33),
+        ("1f1b-overlap", 8, (), 33),
+        ("vpp", 8, ("--virtual", "2"), 57),
+        ("seqpipe", 8, ("--sequence-chunks", "2"), 57),
+        ("seqvpp", 4, ("--virtual", "2", "--sequence-chunks", "2"), 57),
+        ("zb-h1", 8, (), 27),
+        ("zb-v", 8, (), 51),
+        ("zero-bubble-v", 8, (), 54),
+        ("dualpipe", 8, (), 26),
     ],
-    ids=" ".join,
 )
-def test_wrong_input(planner: Command, words: tuple[str, ...]) -> None:
-    """What does not fit the schedule is refused with the reason, never ignored."""
-    ended = planner("schedule", *words)
-    assert (ended.code, ended.out) == (2, "")
-    assert "error: " in ended.err
+def test_step_times(planner: Command, name: str, micro_batches: int, more: tuple[str, ...], makespan: int) -> None:
+    """Unit durations, names of other frameworks, and as few virtual stages as the schedule has."""
+    ended = planner("schedule", name, "--stages", "4", "--micro-batches", str(micro_batches), "--json", *more)
+    assert (ended.code, ended.json["makespan"]) == (0, makespan)
+
+
+def test_durations_per_stage(planner: Command) -> None:
+    """A comma list has one value per stage, for transfers one per boundary."""
+    words = ("--forward", "1,5", "--backward-input", "2", "--backward-weight", "0", "--transfer", "3", "--json")
+    ended = planner("schedule", "gpipe", "--stages", "2", "--micro-batches", "1", *words)
+    assert ended.json["makespan"] == 1 + 3 + 5 + 2 + 3 + 2
+
+
+def test_durations_per_chunk(planner: Command) -> None:
+    """With sequence chunks, a list may have a value for each chunk of each stage."""
+    words = ("--sequence-chunks", "2", "--forward", "1,2", "--backward-input", "0", "--backward-weight", "0", "--json")
+    ended = planner("schedule", "seqpipe", "--stages", "1", "--micro-batches", "3", *words)
+    assert ended.json["makespan"] == 9
+
+
+def test_blocking_transfers(planner: Command) -> None:
+    """The mode reaches the simulator."""
+    words = ("schedule", "1f1b", "--stages", "4", "--micro-batches", "8", "--transfer", "1", "--json")
+    assert planner(*words, "--transfer-mode", "blocking").json["makespan"] > planner(*words).json["makespan"]
+
+
+@pytest.mark.parametrize(
+    ("option", "values", "says"),
+    [
+        ("--forward", "1,2,3", "3 values for 4 stages"),
+        ("--transfer", "1,2", "2 values for 3 boundaries"),
+        ("--overlap", "5", "cannot save 5"),
+    ],
+)
+def test_wrong_lists(planner: Command, option: str, values: str, says: str) -> None:
+    """The error names the option or field, and exits with 2."""
+    ended = planner("schedule", "1f1b", "--stages", "4", "--micro-batches", "8", option, values)
+    assert ended.code == 2
+    assert says in ended.err
+    assert option.removeprefix("--") in ended.err
+
+
+def test_memory_limit(planner: Command) -> None:
+    """Exit 3 when a rank holds more, and say which."""
+    words = ("schedule", "gpipe", "--stages", "2", "--micro-batches", "4", "--memory-limit")
+    assert planner(*words, "4").code == 0
+    over = planner(*words, "3")
+    assert over.code == 3
+    assert "rank 0 holds 4" in over.err
+
+
+def test_actions_in_the_terminal(planner: Command) -> None:
+    """`--actions` lists every rank."""
+    ended = planner("schedule", "1f1b", "--stages", "2", "--micro-batches", "2", "--actions")
+    assert "rank 1: 1F0 1B0 1F1 1B1" in ended.out
+    assert "rank" not in planner("schedule", "1f1b", "--stages", "2", "--micro-batches", "2").out
+
+
+def test_comparison(planner: Command) -> None:
+    """The same work of every rank, divided among its stages and chunks."""
+    names = "gpipe,1f1b,vpp,zb-h1,zb-v,dualpipev"
+    ended = planner("schedule", "--compare", names, "--stages", "4", "--micro-batches", "8", "--json")
+    rows = {row["name"]: row for row in ended.json["schedules"]}
+    assert {name: row["makespan"] for name, row in rows.items()} == {
+        "gpipe": 33,
+        "1f1b": 33,
+        "interleaved-1f1b": 28.5,
+        "zb-h1": 27,
+        "zb-v": 25.5,
+        "dualpipev": 27,
+    }
+    assert max(rows["interleaved-1f1b"]["peak_micro_batches"]) == 5.5
+    table = planner("schedule", "--compare", names, "--stages", "4", "--micro-batches", "8").out
+    assert table.splitlines()[2].split()[:2] == ["1f1b", "33"]
+
+
+def test_comparison_tells_what_is_refused(planner: Command) -> None:
+    """A schedule that does not take the numbers, or the memory limit, is left out with its reason."""
+    words = ("--stages", "4", "--micro-batches", "5", "--memory-limit", "4")
+    ended = planner("schedule", "gpipe", "--compare", "1f1b,zb-h2", *words)
+    assert ended.code == 0
+    assert [line.split()[0] for line in ended.out.splitlines()[1:]] == ["1f1b"]
+    assert "gpipe: holds 5 micro-batches" in ended.err
+    assert "zb-h2: zb-h2 on 4 ranks needs" in ended.err
+
+
+def test_synthesis(planner: Command) -> None:
+    """The best order for unequal stages, with its proof."""
+    words = ("--forward", "10,15,10,10", "--backward-input", "12,18,12,12", "--backward-weight", "8,12,8,8")
+    options = ("--stages", "4", "--micro-batches", "8", "--transfer", "1", "--memory-limit", "4")
+    ended = planner("schedule", "synthesized", *options, *words, "--json")
+    assert ended.code == 0
+    assert (ended.json["makespan"], ended.json["lower_bound"], ended.json["optimal"]) == (374, 374, True)
+    assert max(ended.json["peak_in_flight"]) <= 4
+    told = planner("schedule", "synthesized", *options, *words).out
+    assert "proven optimal" in told
+    assert "zb-h1 takes 389" in told
+
+
+def test_impossible_synthesis(planner: Command) -> None:
+    """No order keeps the limit: exit 3. Options that it does not take: exit 2."""
+    words = ("schedule", "synthesized", "--stages", "2", "--micro-batches", "4", "--virtual", "2")
+    assert planner(*words, "--memory-limit", "1").code == 3
+    assert planner(*words, "--sequence-chunks", "2").code == 2
+
+
+def test_a_name_or_a_comparison_is_needed(planner: Command) -> None:
+    """Neither is a mistake, and so is an unknown name."""
+    assert planner("schedule", "--stages", "2", "--micro-batches", "2").code == 2
+    unknown = planner("schedule", "2f2b", "--stages", "2", "--micro-batches", "2")
+    assert unknown.code == 2
+    assert "dualpipe" in unknown.err

@@ -1,0 +1,76 @@
+"""Orders that a synthesis may start from: canonical ones within the memory limit, and simple ones that always fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from planner.errors import LayoutError
+from planner.schedule.actions import Action, ActionKind, Schedule
+from planner.schedule.catalogue import build, find, names
+from planner.schedule.entry import Shape
+from planner.schedule.greedy import backward_first
+from planner.schedule.in_flight import in_flight
+from planner.schedule.warm_up import micro_batches_in_order, one_forward_one_backward, split_backwards
+
+LIMITED = "limited"
+"""Name of the orders that are no canonical schedule."""
+
+
+def is_canonical(schedule: Schedule) -> bool:
+    """Has the order a name in the catalogue?"""
+    return schedule.name != LIMITED
+
+
+def candidates(shape: Schedule, limit: int) -> Iterator[Schedule]:
+    """Schedules of the shape's stages that hold at most `limit` units on every rank, each kind in order."""
+    for schedule in (*_canonical(shape), *_limited(shape, limit)):
+        if max(in_flight(schedule)) <= limit and _runs_in_order(schedule):
+            yield schedule
+
+
+def _canonical(shape: Schedule) -> Iterator[Schedule]:
+    """Schedules of the catalogue with the same stages on the same ranks, one copy each, without pairs."""
+    for name in names():
+        try:
+            schedule = build(
+                name, ranks=shape.ranks, micro_batches=shape.micro_batches, virtual_stages=shape.virtual_stages
+            )
+        except LayoutError:
+            continue
+        is_special = schedule.replica_ranks or schedule.joint_pairs or schedule.recompute_stop is not None
+        if schedule.stage_ranks == shape.stage_ranks and not is_special and not find(name).is_asynchronous:
+            yield schedule
+
+
+def _limited(shape: Schedule, limit: int) -> Iterator[Schedule]:
+    """One stage per rank: ZB-H1 and ZB-H2 cut to the limit; several: as many whole micro-batches as it allows."""
+    if shape.virtual_stages > 1:
+        if limit >= shape.virtual_stages:
+            rows = backward_first(
+                shape.stage_ranks, shape.micro_batches, limit=limit // shape.virtual_stages, times=(1, 2)
+            )
+            yield replace(shape, name=LIMITED, actions=rows)
+        return
+    for per_rank in (1, 2):
+        rows = tuple(_cut(shape, rank, per_rank, limit) for rank in range(shape.ranks))
+        yield replace(shape, name=LIMITED, actions=rows)
+
+
+def _cut(shape: Schedule, rank: int, per_rank: int, limit: int) -> tuple[Action, ...]:
+    """Warm-up and delay of weight gradients, which together with one more are what is held."""
+    units = micro_batches_in_order(Shape(shape.ranks, shape.micro_batches), rank)
+    ahead = min(limit - 1, per_rank * (shape.ranks - 1 - rank))
+    delay = min(per_rank * rank, limit - 1 - ahead)
+    return split_backwards(one_forward_one_backward(units, units, ahead), delay)
+
+
+def _runs_in_order(schedule: Schedule) -> bool:
+    """Every kind of every stage in micro-batch order."""
+    reached: dict[tuple[int, ActionKind], int] = {}
+    for stage, kind, unit in (action for row in schedule.actions for action in row):
+        kind = ActionKind.BACKWARD if kind is ActionKind.BACKWARD_INPUT else kind
+        if unit < reached.get((stage, kind), 0):
+            return False
+        reached[stage, kind] = unit
+    return True
