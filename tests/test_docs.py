@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,14 @@ def commands(page: Path) -> list[list[str]]:
     """Words of every ``$ planner ...`` in the console blocks of a page."""
     blocks = re.findall(r"^```console\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [shlex.split(line.removeprefix("$ "), comments=True) for line in lines if line.startswith("$ planner ")]
+    return [simple_command(line.removeprefix("$ ")) for line in lines if line.startswith("$ planner ")]
+
+
+def simple_command(line: str) -> list[str]:
+    """Words up to a pipe or a redirection."""
+    words = shlex.shlex(line, posix=True, punctuation_chars=True)
+    words.whitespace_split = True
+    return list(takewhile(lambda word: not set(word) <= set("|&;<>"), words))
 
 
 def parsed(words: list[str]) -> argparse.Namespace:
