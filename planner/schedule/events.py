@@ -10,6 +10,7 @@ from operator import attrgetter
 
 from planner.errors import DocumentError, ScheduleError
 from planner.schedule.actions import Action, ActionKind
+from planner.schedule.memory import Curve, HeldBytes, curve_of, memory_curves
 from planner.schedule.simulate import Event, Simulation
 from planner.schedule.transfers import Transfer, transfers_of
 from planner.spec.measured import MeasuredAction, MeasuredRun
@@ -62,6 +63,10 @@ class Timeline:
     ranks: tuple[tuple[TimelineEvent, ...], ...]
     rank_names: tuple[str, ...] = ()
     """Empty: ``rank 0``, ``rank 1``, ..."""
+    memory: tuple[Curve, ...] = ()
+    """Per rank, what it holds over time; empty: not known."""
+    memory_unit: str = "units"
+    """What the curves count: ``units`` (micro-batches of a stage, or sequence chunks of them) or ``bytes``."""
 
     def __post_init__(self) -> None:
         if not self.rank_names:
@@ -90,13 +95,19 @@ class Timeline:
         return 1 - sum(map(_busy_seconds, self.ranks)) / (len(self.ranks) * self.step_seconds)
 
 
-def from_simulation(simulation: Simulation, title: str = "predicted", after: Sequence[Phases] = ()) -> Timeline:
+def from_simulation(
+    simulation: Simulation,
+    title: str = "predicted",
+    after: Sequence[Phases] = (),
+    held: HeldBytes | None = None,
+) -> Timeline:
     """The timeline of a simulated step.
 
     Args:
         simulation: the step; its durations must be in seconds.
         title: e.g. ``predicted``.
         after: per pipeline rank, what follows its last action (gradient reduction, optimizer); empty: nothing.
+        held: bytes of the memory curves; None: they count units.
     """
     rows = []
     for rank, events in enumerate(simulation.events):
@@ -106,7 +117,8 @@ def from_simulation(simulation: Simulation, title: str = "predicted", after: Seq
         row.sort(key=attrgetter("start_seconds", "end_seconds"))
         row += _phases(after[rank] if after else (), simulation.end_seconds[rank])
         rows.append(tuple(row))
-    return Timeline(title, tuple(rows))
+    unit = "units" if held is None else "bytes"
+    return Timeline(title, tuple(rows), memory=memory_curves(simulation, held), memory_unit=unit)
 
 
 def from_measured(run: MeasuredRun, title: str = "measured") -> Timeline:
@@ -119,14 +131,23 @@ def from_measured(run: MeasuredRun, title: str = "measured") -> Timeline:
         raise DocumentError("the run recorded no actions.", field="actions", mend="measure again with `planner run`.")
     by_rank = attrgetter("rank")
     rows = {rank: tuple(actions) for rank, actions in groupby(sorted(run.actions, key=by_rank), key=by_rank)}
-    return Timeline(
-        title, tuple(_measured_row(actions) for actions in rows.values()), tuple(f"rank {rank}" for rank in rows)
-    )
+    bars = tuple(_measured_row(actions) for actions in rows.values())
+    names = tuple(f"rank {rank}" for rank in rows)
+    return Timeline(title, bars, names, memory=tuple(curve_of(_unit_changes(row)) for row in bars))
 
 
 def _measured_row(actions: Iterable[MeasuredAction]) -> tuple[TimelineEvent, ...]:
     row = [TimelineEvent(each.action, _kind_of(each.action), each.start_seconds, each.end_seconds) for each in actions]
     return tuple(sorted(row, key=attrgetter("start_seconds", "end_seconds")))
+
+
+def _unit_changes(events: Iterable[TimelineEvent]) -> Iterator[tuple[float, float]]:
+    """Units are held from the start of F to the end of B or W."""
+    for event in events:
+        if event.kind is EventKind.FORWARD:
+            yield event.start_seconds, 1
+        elif event.kind in (EventKind.BACKWARD, EventKind.BACKWARD_WEIGHT):
+            yield event.end_seconds, -1
 
 
 def _kind_of(label: str) -> EventKind:

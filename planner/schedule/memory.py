@@ -10,7 +10,7 @@ Source of the two parts: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", M_B
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from operator import itemgetter
@@ -80,15 +80,18 @@ def peak_bytes(simulation: Simulation, held: HeldBytes) -> tuple[float, ...]:
 
 
 def _curve(simulation: Simulation, held: HeldBytes, rank: int) -> Curve:
-    """Changes at one moment count together: what ends then is released before what starts then is taken."""
     events = simulation.events[rank]
-    changes = sorted(
+    return curve_of(
         change
         for place, event in enumerate(events)
         for change in _changes(simulation, held, event, events[place - 1].end_seconds if place else 0)
-        if change[1]
     )
-    steps = [(seconds, sum(change for _, change in group)) for seconds, group in groupby(changes, key=itemgetter(0))]
+
+
+def curve_of(changes: Iterable[tuple[float, float]]) -> Curve:
+    """The curve of (seconds, how much more is held), given in any order; what changes at one moment counts together."""
+    moments = groupby(sorted(change for change in changes if change[1]), key=itemgetter(0))
+    steps = [(seconds, sum(change for _, change in group)) for seconds, group in moments]
     totals = accumulate(change for _, change in steps)
     return tuple((seconds, total) for (seconds, _), total in zip(steps, totals, strict=True))
 

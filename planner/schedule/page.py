@@ -46,7 +46,8 @@ def html(traces: Sequence[Timeline], title: str = "Timeline of one training step
 </table>
 <figure>
 {svg(traces)}
-<figcaption>One row per rank; the number in a bar is its micro-batch. Hover over a bar to read it.</figcaption>
+<figcaption>One row per rank, and under it what the rank holds over time; the number in a bar is its
+micro-batch. Hover over a bar or a curve to read it.</figcaption>
 </figure>
 </body>
 </html>

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from html import escape
 
 from planner.schedule.events import EventKind, Timeline, TimelineEvent
-from planner.schedule.units import Axis, common_axis, format_seconds
+from planner.schedule.units import Axis, common_axis, format_held, format_seconds
 
 LEFT, RIGHT, TOP, BOTTOM = 84, 24, 16, 16
 TITLE_HEIGHT, ROW_HEIGHT, BAR_HEIGHT, STRIP_HEIGHT = 30, 30, 20, 4
+MEMORY_HEIGHT = 18
+"""Of the memory curve under a row."""
 PANEL_GAP, AXIS_HEIGHT, LEGEND_HEIGHT = 14, 26, 22
 DIGIT_WIDTH, LETTER_WIDTH = 6.2, 6.4
 """Of the small font, for deciding what fits; a little wide, so that text never leaves its bar."""
@@ -39,6 +41,9 @@ STYLES = {
 }
 
 
+MEMORY_FILL = "#b9c0cc"
+
+
 @dataclass(frozen=True, slots=True)
 class _Scale:
     """Where a time stands in the picture."""
@@ -54,6 +59,7 @@ def svg(traces: Sequence[Timeline], width: int = 1200) -> str:
     """One picture of all timelines on one time axis, without outside resources; hover over a bar to read it.
 
     The number in a bar is its micro-batch. Later stages of a rank are lighter. Hatched is idle time.
+    Under each rank stands what it holds over time, on one scale for all ranks of a timeline.
 
     Args:
         traces: timelines, drawn one below the other.
@@ -97,7 +103,11 @@ def _axis(scale: _Scale, top: float, bottom: float) -> Iterator[str]:
 
 
 def _panel_height(trace: Timeline) -> float:
-    return TITLE_HEIGHT + ROW_HEIGHT * len(trace.ranks)
+    return TITLE_HEIGHT + _row_height(trace) * len(trace.ranks)
+
+
+def _row_height(trace: Timeline) -> float:
+    return ROW_HEIGHT + (MEMORY_HEIGHT if trace.memory else 0)
 
 
 def _panel(trace: Timeline, scale: _Scale, top: float) -> Iterator[str]:
@@ -105,10 +115,28 @@ def _panel(trace: Timeline, scale: _Scale, top: float) -> Iterator[str]:
     summary = f"{format_seconds(trace.step_seconds)} per step, bubble {trace.bubble_fraction:.1%}"
     yield _text(scale.width - RIGHT, top + 18, summary, anchor="end", fill="#374151", more=' font-size="12"')
     for row, (name, events) in enumerate(zip(trace.rank_names, trace.ranks, strict=True)):
-        y = top + TITLE_HEIGHT + row * ROW_HEIGHT
+        y = top + TITLE_HEIGHT + row * _row_height(trace)
         yield _text(LEFT - 8, y + BAR_HEIGHT / 2 + 4, name, anchor="end", fill="#374151")
         yield _rect(scale.x(trace.start_seconds), scale.x(trace.end_seconds), y, BAR_HEIGHT, 'fill="url(#idle)"')
         yield from _bars(events, scale, y)
+        if trace.memory:
+            yield from _memory(trace, row, scale, y + BAR_HEIGHT + STRIP_HEIGHT + 2)
+
+
+def _memory(trace: Timeline, row: int, scale: _Scale, top: float) -> Iterator[str]:
+    """What a rank holds over time, as steps on one scale for all ranks of the timeline."""
+    curve, most = trace.memory[row], max((held for each in trace.memory for _, held in each), default=0)
+    if not most:
+        return
+    bottom = top + MEMORY_HEIGHT
+    path = f"M{scale.x(trace.start_seconds):.2f} {bottom:g}"
+    for seconds, held in curve:
+        path += f"H{scale.x(seconds):.2f}V{bottom - MEMORY_HEIGHT * held / most:.2f}"
+    path += f"H{scale.x(trace.end_seconds):.2f}V{bottom:g}Z"
+    peak = format_held(max((held for _, held in curve), default=0), trace.memory_unit)
+    words = f"{trace.rank_names[row]} holds at most {peak} {trace.memory_unit if trace.memory_unit == 'units' else ''}"
+    yield f'<path class="memory" d="{path}" fill="{MEMORY_FILL}"><title>{escape(words.strip())}</title></path>'
+    yield _text(LEFT - 8, bottom - 4, f"peak {peak}", anchor="end", fill="#6b7280", more=' font-size="10"')
 
 
 def _bars(events: Sequence[TimelineEvent], scale: _Scale, y: float) -> Iterator[str]:
@@ -161,7 +189,11 @@ def _legend(traces: Sequence[Timeline], width: float, top: float) -> tuple[list[
     present = {event.kind for trace in traces for events in trace.ranks for event in events}
     entries = [(f'fill="{style.fill}"', style.words) for kind, style in STYLES.items() if kind in present]
     parts, x, y = [], float(LEFT), top + 8
-    for look, words in [*entries, ('fill="url(#idle)" stroke="#dcdcd6"', "bubble")]:
+    entries.append(('fill="url(#idle)" stroke="#dcdcd6"', "bubble"))
+    if any(trace.memory for trace in traces):
+        units = sorted({trace.memory_unit for trace in traces if trace.memory})
+        entries.append((f'fill="{MEMORY_FILL}"', f"held, {' and '.join(units)}"))
+    for look, words in entries:
         needed = 18 + len(words) * LETTER_WIDTH + 16
         if x > LEFT and x + needed > width:
             x, y = float(LEFT), y + LEGEND_HEIGHT

@@ -32,18 +32,22 @@ MICROSECONDS = 1e6
 def chrome_trace(traces: Sequence[Timeline]) -> dict[str, Any]:
     """A trace for ui.perfetto.dev or chrome://tracing, as plain data for JSON.
 
-    One process per timeline and rank, with one thread for compute and one for transfers; times in microseconds.
-    Source: "Trace Event Format", complete events (``X``) and metadata (``M``).
+    One process per timeline and rank, with one thread for compute and one for transfers, and a counter of what the rank
+    holds; times in microseconds. Source: "Trace Event Format", complete events (``X``), counters (``C``) and metadata
+    (``M``).
     """
     rows = [
-        (f"{trace.title} {name}", rank)
+        (trace, f"{trace.title} {name}", rank, curve)
         for trace in traces
-        for name, rank in zip(trace.rank_names, trace.ranks, strict=True)
+        for name, rank, curve in zip(
+            trace.rank_names, trace.ranks, trace.memory or ((),) * len(trace.ranks), strict=True
+        )
     ]
     events: list[dict[str, Any]] = []
-    for process, (name, rank) in enumerate(rows):
+    for process, (trace, name, rank, curve) in enumerate(rows):
         events += _names(process, name, rank)
         events += (_complete(process, event) for event in rank)
+        events += (_counter(process, trace.memory_unit, seconds, held) for seconds, held in curve)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -69,3 +73,7 @@ def _complete(process: int, event: TimelineEvent) -> dict[str, Any]:
         "dur": (event.end_seconds - event.start_seconds) * MICROSECONDS,
         "args": {"stage": action.stage, "micro_batch": action.micro_batch} if action else {},
     }
+
+
+def _counter(process: int, unit: str, seconds: float, held: float) -> dict[str, Any]:
+    return {"ph": "C", "name": "held", "pid": process, "ts": seconds * MICROSECONDS, "args": {unit: held}}

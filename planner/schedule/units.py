@@ -11,6 +11,8 @@ from planner.schedule.events import Timeline
 
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
+_BYTES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
+
 
 @dataclass(frozen=True, slots=True)
 class Axis:
@@ -49,6 +51,14 @@ def format_seconds(seconds: float) -> str:
     """Four digits, in the unit that suits: ``1.234 s``, ``56.78 ms``."""
     size, unit = _unit(seconds)
     return f"{seconds / size:.4g} {unit}"
+
+
+def format_held(held: float, unit: str) -> str:
+    """``4`` for units, ``1.5 GiB`` for bytes."""
+    if unit != "bytes":
+        return f"{held:g}"
+    size, name = next((each for each in _BYTES if abs(held) >= each[0]), _BYTES[-1])
+    return f"{held / size:.3g} {name}"
 
 
 def _unit(seconds: float) -> tuple[float, str]:

@@ -1,84 +1,93 @@
-"""`planner timeline`: predicted and measured, as trace and picture."""
-
-from __future__ import annotations
+"""`planner timeline` draws plans and measured runs, alone or side by side."""
 
 import json
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
-from planner.spec import MeasuredRun, Plan, read
-from planner.spec.measured import MeasuredAction, MeasuredRank
-from tests.cli.support import Command
+from planner.spec import MeasuredRun
+from tests.cli.support import Command, tiny_cluster, tiny_job, tiny_profile
 
 
 @pytest.fixture
-def measured_path(plan_path: Path, tmp_path: Path) -> Path:
-    """A run in which every action of the plan took one millisecond, one after the other."""
-    plan = read(Plan, plan_path)
-    actions = tuple(
-        MeasuredAction(rank=rank, action=action, start_seconds=index * 1e-3, end_seconds=(index + 1) * 1e-3)
-        for rank, row in enumerate(plan.actions)
-        for index, action in enumerate(row)
+def plan(planner: Command, tmp_path: Path) -> Path:
+    """A plan that carries its profile, with two pipeline ranks."""
+    for name, document in (("profile", tiny_profile()), ("cluster", tiny_cluster(devices=2)), ("job", tiny_job())):
+        (tmp_path / f"{name}.json").write_text(document.model_dump_json(by_alias=True))
+    out = tmp_path / "plan.json"
+    ended = planner(
+        "plan",
+        *("--profile", tmp_path / "profile.json", "--cluster", tmp_path / "cluster.json"),
+        *("--job", tmp_path / "job.json", "--fix", "pipeline_parallel_degree=2", "-o", out),
     )
-    run = MeasuredRun(
-        plan_id=plan.id,
-        model="tiny",
-        devices="cpu",
-        steps=1,
-        losses=(1.0,),
-        step_seconds=(0.03,),
-        median_step_seconds=0.03,
-        tokens_per_second=1.0,
-        ranks=tuple(MeasuredRank(rank=rank, pipeline=rank, parameters=1, peak_bytes=1) for rank in range(2)),
-        actions=actions,
-    )
+    assert ended.code == 0, ended.err
+    return out
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A measured run of one rank."""
+    actions = [
+        {"rank": 0, "action": "0F0", "start_seconds": 0.0, "end_seconds": 0.01},
+        {"rank": 0, "action": "0B0", "start_seconds": 0.01, "end_seconds": 0.03},
+        {"rank": 0, "action": "optimizer", "start_seconds": 0.03, "end_seconds": 0.04},
+    ]
+    document = {
+        "plan_id": "x",
+        "model": "tiny",
+        "devices": "cpu",
+        "steps": 1,
+        "losses": [1.0],
+        "step_seconds": [0.04],
+        "median_step_seconds": 0.04,
+        "tokens_per_second": 1.0,
+        "ranks": [],
+        "actions": actions,
+    }
     path = tmp_path / "measured.json"
-    path.write_text(run.model_dump_json())
+    path.write_text(MeasuredRun.model_validate(document).model_dump_json())
     return path
 
 
-def test_chrome_trace(planner: Command, plan_path: Path, measured_path: Path, tmp_path: Path) -> None:
-    """Two inputs stand side by side: every action of the plan once predicted and once measured."""
-    path = tmp_path / "trace.json"
-    assert planner("timeline", plan_path, measured_path, "-o", path).code == 0
-    events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
-    actions = sum(len(row) for row in read(Plan, plan_path).actions)
-    assert len(events) >= 2 * actions
-    assert len({event["pid"] for event in events}) == 4
+def test_terminal(planner: Command, plan: Path) -> None:
+    """Without `-o`, and with `--ascii`, every rank is a line."""
+    ended = planner("timeline", plan)
+    assert ended.code == 0
+    assert [line.split("|")[0].strip() for line in ended.out.splitlines()[1:]] == ["rank 0", "rank 1"]
+    assert planner("timeline", plan, "--ascii").out == ended.out
 
 
-def test_predicted_ends_with_the_schedule(planner: Command, plan_path: Path) -> None:
-    """The predicted picture is no longer than the plan's step."""
-    trace = planner("timeline", plan_path, "--json").json
-    ends = [event["ts"] + event["dur"] for event in trace["traceEvents"] if event["ph"] == "X"]
-    assert 0 < max(ends) <= read(Plan, plan_path).prediction.step_seconds * 1e6 * (1 + 1e-9)
+def test_side_by_side(planner: Command, plan: Path, run: Path, tmp_path: Path) -> None:
+    """Predicted and measured stand on one axis, in every format, with the memory curves of both."""
+    for name in ("out.svg", "out.html"):
+        assert planner("timeline", plan, run, "-o", tmp_path / name).code == 0
+        text = (tmp_path / name).read_text()
+        assert "predicted" in text
+        assert "measured" in text
+        assert text.count('class="memory"') == 3
+    assert planner("timeline", plan, run, "-o", tmp_path / "out.json").code == 0
+    trace = json.loads((tmp_path / "out.json").read_text())
+    names = {each["args"]["name"] for each in trace["traceEvents"] if each["name"] == "process_name"}
+    assert names == {"predicted rank 0", "predicted rank 1", "measured rank 0"}
 
 
-@pytest.mark.parametrize("suffix", [".svg", ".html"])
-def test_pictures(planner: Command, plan_path: Path, tmp_path: Path, suffix: str) -> None:
-    """The pictures are well-formed and stand alone."""
-    path = tmp_path / f"out{suffix}"
-    assert planner("timeline", plan_path, "-o", path).code == 0
-    text = path.read_text()
-    assert "0F0" in text
-    if suffix == ".svg":
-        assert ElementTree.fromstring(text).tag.endswith("svg")
+def test_file_and_terminal_at_once(planner: Command, run: Path, tmp_path: Path) -> None:
+    """`--ascii` beside `-o` does both."""
+    ended = planner("timeline", run, "--ascii", "-o", tmp_path / "out.svg")
+    assert "F0" in ended.out
+    assert (tmp_path / "out.svg").exists()
 
 
-def test_terminal(planner: Command, plan_path: Path, tmp_path: Path) -> None:
-    """Without -o, or with --ascii, it is drawn in the terminal."""
-    drawn = planner("timeline", plan_path).out
-    assert "rank 1" in drawn
-    assert planner("timeline", plan_path, "--ascii", "-o", tmp_path / "out.svg").out == drawn
+def test_chrome_trace_on_stdout(planner: Command, run: Path) -> None:
+    """`--json` prints the trace."""
+    assert {each["ph"] for each in planner("timeline", run, "--json").json["traceEvents"]} == {"M", "X", "C"}
 
 
-def test_wrong_inputs(planner: Command, plan_path: Path, tmp_path: Path) -> None:
-    """An unknown picture format, another document and a missing file are refused."""
+def test_wrong_inputs(planner: Command, run: Path, tmp_path: Path) -> None:
+    """An unknown format, and a file that is neither plan nor run, are refused with their mend."""
+    assert "out.png" in planner("timeline", run, "-o", tmp_path / "out.png").err
     other = tmp_path / "other.json"
     other.write_text("{}")
-    for words in ([plan_path, "-o", "out.png"], [other], [tmp_path / "absent.json"]):
-        ended = planner("timeline", *words)
-        assert (ended.code, ended.out) == (2, "")
-        assert "mend: " in ended.err
+    ended = planner("timeline", other)
+    assert ended.code == 2
+    assert "neither a plan nor a measured run" in ended.err

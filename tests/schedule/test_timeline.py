@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from planner.errors import DocumentError, SpecError
-from planner.schedule import Durations, build, simulate
+from planner.schedule import Durations, HeldBytes, build, simulate
 from planner.schedule.timeline import (
     EventKind,
     Timeline,
@@ -264,3 +264,55 @@ def test_ticks_are_round_and_few(seconds: float) -> None:
     assert 5 <= len(ticks) <= 11
     assert ticks[-1] <= seconds * (1 + 1e-9)
     assert {text.split()[1] for _, text in Axis(0.0, seconds).ticks()} <= {"s", "ms", "µs", "ns"}
+
+
+def test_memory_curves_of_a_simulation() -> None:
+    """They count the units that the simulation holds, or bytes where these are given."""
+    made = simulate(build("1f1b", ranks=2, micro_batches=3), Durations.uniform(2))
+    units = from_simulation(made)
+    assert [max(held for _, held in curve) for curve in units.memory] == list(made.peak_in_flight)
+    in_bytes = from_simulation(made, held=HeldBytes((2**30, 2**20)))
+    assert [max(held for _, held in curve) for curve in in_bytes.memory] == [2 * 2**30, 2**20]
+    assert "peak 2 GiB" in svg([in_bytes])
+    assert "peak 1 MiB" in svg([in_bytes])
+
+
+def test_memory_curves_of_a_run() -> None:
+    """Measured actions tell what is held too: from the start of F to the end of B, or of W."""
+    run = measured([(0, "0F0", 0.0, 1.0), (0, "0F1", 1.0, 2.0), (0, "0B0", 2.0, 4.0), (0, "0I1", 4.0, 5.0)])
+    assert from_measured(run).memory == (((0.0, 1), (1.0, 2), (4.0, 1)),)
+
+
+def test_curves_stand_under_their_rank() -> None:
+    """One per rank, inside the picture, below its bars and above the next rank's."""
+    root = ElementTree.fromstring(svg([predicted()]))
+    curves = [each for each in root.iter(f"{SVG}path") if each.get("class") == "memory"]
+    idle = [float(each.get("y", 0)) for each in root.iter(f"{SVG}rect") if each.get("fill") == "url(#idle)"]
+    assert len(curves) == 2
+    assert "rank 0 holds at most 2 units" in "".join(curves[0].itertext())
+    for curve, bars, following in zip(curves, idle, idle[1:], strict=False):
+        heights = [float(y) for y in re.findall(r"V([\d.]+)", curve.get("d", ""))]
+        assert all(bars + 20 < y < following for y in heights)
+
+
+def test_predicted_beside_measured_share_the_axis() -> None:
+    """Both have their curves, and the later end sets the scale."""
+    run = measured([(0, "0F0", 0.0, 1.0), (0, "0B0", 1.0, 9.0)])
+    root = ElementTree.fromstring(svg([predicted(), from_measured(run)]))
+    assert len([each for each in root.iter(f"{SVG}path") if each.get("class") == "memory"]) == 3
+
+
+def test_chrome_trace_counts_what_is_held() -> None:
+    """A counter per rank, in microseconds."""
+    made = simulate(build("1f1b", ranks=1, micro_batches=1), Durations.uniform(1))
+    counters = [each for each in chrome_trace([from_simulation(made)])["traceEvents"] if each["ph"] == "C"]
+    assert [(each["ts"], each["args"]) for each in counters] == [(0.0, {"units": 1}), (3e6, {"units": 0})]
+
+
+def test_early_recomputation_is_drawn_before_its_backward() -> None:
+    """It starts right after the action before, and the backward follows when its gradient has come."""
+    made = simulate(build("torchgpipe", ranks=2, micro_batches=2), Durations.uniform(2, recompute=1))
+    row = from_simulation(made).ranks[0]
+    again = [bar for bar in row if bar.kind is EventKind.RECOMPUTE]
+    assert [(bar.label, bar.start_seconds, bar.end_seconds) for bar in again] == [("0B0", 7, 8)]
+    assert from_simulation(made).bubble_fraction == pytest.approx(made.bubble_fraction)
