@@ -5,7 +5,10 @@ An action is written ``<stage><kind><micro_batch>``, counted from 0, as torch.di
 
 from __future__ import annotations
 
+import gc
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Self
@@ -54,6 +57,18 @@ class Action(NamedTuple):
             )
         stage, kind, micro_batch = match.groups()
         return cls(int(stage), ActionKind(kind), int(micro_batch))
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Keep the cyclic garbage collector from walking a million new actions again and again; none is in a cycle."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True, slots=True)

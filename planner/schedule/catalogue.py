@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from planner.errors import LayoutError, UnknownNameError
-from planner.schedule.actions import Schedule
+from planner.schedule.actions import Schedule, without_collection
 from planner.schedule.chimera import CHIMERA
 from planner.schedule.dualpipe import DUALPIPE
 from planner.schedule.dualpipev import DUALPIPEV
@@ -109,7 +109,8 @@ def build(
 
 @lru_cache(maxsize=32)
 def _build(name: str, shape: Shape) -> Schedule:
-    return find(name).build(shape)
+    with without_collection():
+        return find(name).build(shape)
 
 
 def _check_sizes(shape: Shape) -> None:

@@ -18,7 +18,7 @@ from functools import lru_cache
 from operator import add
 
 from planner.errors import LayoutError, ScheduleError
-from planner.schedule.actions import Action, ActionKind, Schedule
+from planner.schedule.actions import Action, ActionKind, Schedule, without_collection
 from planner.schedule.durations import Durations
 from planner.schedule.validity import KINDS, check_schedule, wrong
 
@@ -81,8 +81,9 @@ def graph_of(schedule: Schedule) -> Graph:
     Raises:
         ScheduleError: actions that are missing, doubled, out of order, on the wrong rank, or dead-lock.
     """
-    check_schedule(schedule)
-    return _Builder(schedule).graph()
+    with without_collection():
+        check_schedule(schedule)
+        return _Builder(schedule).graph()
 
 
 def check_stages(schedule: Schedule, durations: Durations) -> None:

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from planner.schedule.actions import Action, ActionKind
 from planner.schedule.entry import ScheduleEntry, Shape, v_placement
 
+KINDS = {kind.value: kind for kind in ActionKind}
+
 
 def rank_actions(shape: Shape, rank: int) -> tuple[Action, ...]:
     """The order for enough micro-batches, without those that the step does not have."""
@@ -31,17 +33,18 @@ class _Writer:
 
     def __init__(self, down: int, up: int) -> None:
         self._stages = {"down": down, "up": up}
-        self._next = {(way, kind): 0 for way in self._stages for kind in ActionKind}
+        self._next = {(way, kind): 0 for way in self._stages for kind in KINDS}
 
     def done(self, way: str, kind: str) -> int:
         """Actions of this kind written so far."""
-        return self._next[way, ActionKind(kind)]
+        return self._next[way, kind]
 
     def write(self, way: str, kinds: str) -> Iterator[Action]:
         """The next action of each kind, e.g. ``FIW``, on the way down or up."""
-        for kind in map(ActionKind, kinds):
-            yield Action(self._stages[way], kind, self._next[way, kind])
-            self._next[way, kind] += 1
+        for kind in kinds:
+            micro_batch = self._next[way, kind]
+            self._next[way, kind] = micro_batch + 1
+            yield Action(self._stages[way], KINDS[kind], micro_batch)
 
 
 def _order(writer: _Writer, ranks: int, rank: int, micro_batches: int) -> Iterator[Action]:
