@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from planner.schedule.synthesize import Synthesis
 
 SYNTHESIZED = "synthesized"
+TIME_LIMIT_SECONDS = 20.0
 DURATIONS: tuple[tuple[str, tuple[float, ...] | None, str], ...] = (
     ("--forward", (1,), "one forward"),
     ("--backward-input", (1,), "one gradient of the input"),
@@ -47,8 +48,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare", metavar="NAME,NAME,...", help="a table of schedules; durations then are of one rank's whole work"
     )
-    add_option(
-        parser, "--time-limit", positive_seconds, default=20.0, metavar="S", help=f"seconds to search, {SYNTHESIZED}"
+    parser.add_argument(
+        "--time-limit",
+        type=positive_seconds,
+        metavar="S",
+        help=f"seconds to search for {SYNTHESIZED} (default: {TIME_LIMIT_SECONDS:g})",
     )
     add_json(parser)
 
@@ -82,6 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise SpecError("names no schedule.", field="schedule", mend="give a NAME, or --compare NAME,NAME,...")
     if arguments.name == SYNTHESIZED:
         return _synthesize(arguments)
+    _check_options(arguments)
     simulation = simulated(arguments, arguments.name)
     document = _document(simulation)
     if arguments.json:
@@ -89,6 +94,17 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         data(_text(simulation, actions=arguments.actions))
     return _hold_memory(simulation, arguments.memory_limit)
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Refuse options that would change nothing."""
+    from planner.schedule import find
+
+    entry = find(arguments.name)
+    if arguments.time_limit is not None:
+        raise SpecError(f"only {SYNTHESIZED} searches.", field="--time-limit", mend="leave it out.")
+    if any(arguments.overlap) and not entry.has_pairs:
+        raise SpecError(f"{entry.name} pairs no actions.", field="--overlap", mend="leave it out.")
 
 
 def simulated(arguments: argparse.Namespace, name: str, *, whole_ranks: bool = False) -> Simulation:
@@ -196,9 +212,10 @@ def _synthesize(arguments: argparse.Namespace) -> int:
     from planner.schedule import TransferMode
     from planner.schedule.synthesize import best_shape, synthesize
 
-    if arguments.sequence_chunks > 1 or arguments.transfer_mode != TransferMode.OVERLAPPED or arguments.recompute_mode:
+    has_others = arguments.sequence_chunks > 1 or arguments.recompute_mode or any(arguments.overlap)
+    if has_others or arguments.transfer_mode != TransferMode.OVERLAPPED:
         raise SpecError(
-            f"{SYNTHESIZED} takes no sequence chunks, recompute mode, or transfers that are not overlapped.",
+            f"{SYNTHESIZED} takes no sequence chunks, recompute mode, pairs, or transfers that are not overlapped.",
             field="schedule",
             mend="leave these options out.",
         )
@@ -210,7 +227,7 @@ def _synthesize(arguments: argparse.Namespace) -> int:
             micro_batches=arguments.micro_batches,
             virtual_stages=arguments.virtual or 1,
             memory_limit=arguments.memory_limit,
-            time_limit_seconds=arguments.time_limit,
+            time_limit_seconds=arguments.time_limit or TIME_LIMIT_SECONDS,
         )
     if found is None:
         words(f"no order stays within the memory limit of {arguments.memory_limit} in flight")

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 
 def compare(arguments: argparse.Namespace) -> int:
-    """Print one row per schedule, fastest as they come; a schedule that refuses the numbers is told on stderr."""
+    """Print one row per schedule, in the order given; a schedule that refuses the numbers is told on stderr."""
+    if arguments.actions or arguments.time_limit is not None:
+        raise SpecError(
+            "--actions and --time-limit are not for comparisons.", field="--compare", mend="leave them out."
+        )
     made, refused = _simulated(arguments)
     if arguments.json:
         data(to_json({"schedules": list(map(_document, made)), "refused": refused}))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -119,6 +119,31 @@ class Schedule:
         """Stages of a rank, lowest first."""
         owners = zip(self.stage_ranks, self.replica_ranks or self.stage_ranks, strict=True)
         return tuple(stage for stage, pair in enumerate(owners) if rank in pair)
+
+    @classmethod
+    def from_text(cls, rows: Sequence[Sequence[str]], *, name: str = "given", sequence_chunks: int = 1) -> Self:
+        """The schedule of these actions, one row per rank; whoever has a stage's actions has the stage.
+
+        Raises:
+            ScheduleError: a text is no action, or the stages' numbers have a gap or do not begin.
+        """
+        actions = tuple(tuple(map(Action.parse, row)) for row in rows)
+        owners = {action.stage: rank for rank, row in enumerate(actions) for action in row}
+        missing = [stage for stage in range(max(owners, default=0) + 1) if stage not in owners]  # 0 when all is empty
+        if missing:
+            raise ScheduleError(
+                f"no rank runs stage {missing[0]}.", field="actions", mend="count stages from 0, without a gap."
+            )
+        units = 1 + max(action.micro_batch for row in actions for action in row)
+        return cls(
+            name=name,
+            ranks=len(actions),
+            micro_batches=-(-units // sequence_chunks),
+            virtual_stages=-(-len(owners) // len(actions)),
+            sequence_chunks=sequence_chunks,
+            stage_ranks=tuple(owners[stage] for stage in sorted(owners)),
+            actions=actions,
+        )
 
     def to_text(self) -> tuple[tuple[str, ...], ...]:
         """The actions as written in a plan, e.g. ``2F0``."""

@@ -7,6 +7,7 @@ P ranks, M micro-batches, uniform F and B:
     warm-up    2 (P - 1 - r) forwards on rank r
     makespan   (M + P - 1) (F + B), and with transfers of c <= (F + B) / 2: 2 (P - 1) c more
     in flight  min(M, 2 (P - r) - 1) micro-batches on rank r
+    transfers  2 M (P - 1)
 """
 
 from __future__ import annotations

@@ -117,6 +117,11 @@ class ScheduleEntry:
     runnable: bool = False
     """The executor runs it; the others are for simulation."""
 
+    @property
+    def has_pairs(self) -> bool:
+        """Do some of its actions overlap with the one before?"""
+        return self.paired is not no_pairs
+
     def build(self, shape: Shape) -> Schedule:
         """The schedule of these numbers.
 

@@ -7,6 +7,7 @@ backwards run in the order of the forwards, as in torch's ScheduleGPipe, Paddle'
 P ranks, M micro-batches, uniform F and B, no transfer time:
     makespan   (M + P - 1) (F + B)
     in flight  M micro-batches on every rank
+    transfers  2 M (P - 1)
 """
 
 from __future__ import annotations

@@ -32,6 +32,8 @@ _WORK = {kind: work for work, kind in enumerate(KINDS)}
 NOTHING = -1
 """No action; as an index into a list it is the last place, which holds time 0."""
 NO_TRANSFER = 0
+LARGE_GRAPH_UNITS = 20_000
+"""(stage, unit) pairs above which a graph takes tens of megabytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +76,24 @@ class Graph:
         return starts, ends
 
 
-@lru_cache(maxsize=32)
 def graph_of(schedule: Schedule) -> Graph:
-    """The graph of a schedule.
+    """The graph of a schedule; the latest ones are kept, of large ones only two.
 
     Raises:
         ScheduleError: actions that are missing, doubled, out of order, on the wrong rank, or dead-lock.
     """
+    is_large = schedule.stages * schedule.units > LARGE_GRAPH_UNITS
+    return _kept_large(schedule) if is_large else _kept(schedule)
+
+
+def _made(schedule: Schedule) -> Graph:
     with without_collection():
         check_schedule(schedule)
         return _Builder(schedule).graph()
+
+
+_kept = lru_cache(maxsize=32)(_made)
+_kept_large = lru_cache(maxsize=2)(_made)
 
 
 def check_stages(schedule: Schedule, durations: Durations) -> None:

@@ -9,6 +9,7 @@ M a multiple of P:
     warm-up    (V - 1) G + 2 (P - 1 - r) units on rank r
     makespan   M (F + B) + (P - 1) (F + B) / V
     in flight  min(M V, warm-up + 1) units of 1 / V micro-batch
+    transfers  2 M (P V - 1)
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ P ranks, V stages per rank, M >= P micro-batches, uniform F and B of one rank, n
     warm-up    (V - 1) (P + M % P) + (P - 1 - r) units on rank r
     makespan   M (F + B) + (P - 1) (F + B) / V
     in flight  warm-up + 1 units of 1 / V micro-batch
+    transfers  2 M (P V - 1)
 """
 
 from __future__ import annotations

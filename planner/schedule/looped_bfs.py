@@ -6,6 +6,7 @@ each stage is gathered once forward and once backward.
 P ranks, V stages per rank, M >= P micro-batches, uniform F and B of one rank, no transfer time:
     makespan   M (F + B) + (P - 1) (F + B) / V
     in flight  M V units of 1 / V micro-batch
+    transfers  2 M (P V - 1)
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ P ranks, M micro-batches (any number), uniform F and B, no transfer time:
     warm-up    P - 1 - r forwards on rank r
     makespan   (M + P - 1) (F + B)
     in flight  min(M, P - r) micro-batches on rank r
+    transfers  2 M (P - 1), of c each: 2 c (M + P - 3 - floor((M - 2) / P)) longer for M >= P
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ P ranks, M >= P micro-batches, uniform F and B, pairs that save h (`Durations.ov
     warm-up    P - 1 - r forwards on rank r
     makespan   (M + P - 1) (F + B) - (M - 1) h on one rank; with more, the h of the pairs on the longest path
     in flight  P - r micro-batches on rank r
+    transfers  2 M (P - 1)
 """
 
 from __future__ import annotations

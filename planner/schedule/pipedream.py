@@ -9,6 +9,7 @@ P ranks, M micro-batches of the stream, uniform F and B, no transfer time:
     warm-up    P - 1 - r forwards on rank r
     makespan   (M + P - 1) (F + B); of K M micro-batches K M (F + B) + (P - 1) (F + B)
     in flight  min(M, P - r) micro-batches on rank r, and as many versions of its weights
+    transfers  2 M (P - 1)
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from fractions import Fraction
 from math import floor, lcm
 from typing import TYPE_CHECKING, Any
 
-from planner.errors import LayoutError, ScheduleError
+from planner.errors import LayoutError, ScheduleError, UnsupportedError
 from planner.schedule.actions import Action, ActionKind, Schedule
 from planner.schedule.candidates import candidates, is_canonical
 from planner.schedule.durations import OF_ACTIONS, OF_TRANSFERS, Durations
@@ -39,6 +39,8 @@ ROUNDED_TICKS = 2**22
 """Ticks of the horizon when they are not."""
 EXACT = 1e-9
 """Gap within which a makespan equals its bound, up to floating point."""
+MOST_ACTIONS = 20_000
+"""What the solver reads in seconds."""
 SPLIT = (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
 
 
@@ -100,6 +102,7 @@ def synthesize(
 
     Raises:
         LayoutError: durations for another number of stages, or with sequence chunks.
+        UnsupportedError: too many actions for the solver.
     """
     shape = best_shape(ranks, micro_batches, virtual_stages)
     _check(durations, shape)
@@ -124,6 +127,13 @@ def synthesize(
 
 
 def _check(durations: Durations, shape: Schedule) -> None:
+    actions = len(SPLIT) * shape.stages * shape.units
+    if actions > MOST_ACTIONS:
+        raise UnsupportedError(
+            f"an order of {actions} actions is too large to search, the most is {MOST_ACTIONS}.",
+            field="micro_batches",
+            mend="synthesise for fewer micro-batches, or use a canonical schedule.",
+        )
     if durations.stages == shape.stages and durations.sequence_chunks == 1:
         return
     raise LayoutError(

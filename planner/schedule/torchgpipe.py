@@ -9,6 +9,7 @@ P ranks, M micro-batches, uniform F, B without recomputation, and R <= B, no tra
                (``except_last``, the default), or none (``never``)
     makespan   (M + P - 1) (F + B) + n R
     in flight  M micro-batches on every rank; those that recompute hold only their input until then
+    transfers  2 M (P - 1)
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ P ranks, M >= P micro-batches, one stage per rank, uniform F, I, W, no transfer 
     warm-up    P - 1 - r forwards, and weight gradients put off by r
     span       M (F + I + W) + (P - 1) max(I, F + I - W)
     in flight  P micro-batches on every rank until W, P - r until I
+    transfers  2 M (P - 1)
 V stages per rank: the warm-up is (V - 1) G longer, with G micro-batches in a group.
 """
 

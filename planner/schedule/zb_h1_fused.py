@@ -6,6 +6,7 @@ is larger than that of ZB-H1 (Qi et al. 2023), whose memory it has.
 P ranks, M >= P micro-batches, uniform F, I, W, no transfer time:
     span       M (F + I + W) + max((P - 2) F + (P - 1) I, (P - 1) (F + I - W))
     in flight  P micro-batches on every rank until W
+    transfers  2 M (P - 1)
 """
 
 from __future__ import annotations

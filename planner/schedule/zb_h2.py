@@ -7,6 +7,7 @@ P ranks, M >= 2 P - 1 micro-batches, uniform F, I, W, no transfer time:
     warm-up    2 (P - 1 - r) forwards, and weight gradients put off by 2 r
     span       M (F + I + W) + (P - 1) max(0, I - F, F + I - 2 W)
     in flight  2 P - 1 micro-batches on every rank until W, 2 (P - r) - 1 until I
+    transfers  2 M (P - 1)
 """
 
 from __future__ import annotations

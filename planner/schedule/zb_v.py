@@ -7,6 +7,7 @@ P ranks, M >= 2 P - 1 micro-batches, stages with equal f = i = w (half a rank's)
     span       6 M f
     makespan   6 M f + (P - 1) f
     in flight  2 P units of half a micro-batch on every rank
+    transfers  4 M (P - 1)
 """
 
 from __future__ import annotations

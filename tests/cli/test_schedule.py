@@ -63,7 +63,8 @@ def test_blocking_transfers(planner: Command) -> None:
     [
         ("--forward", "1,2,3", "3 values for 4 stages"),
         ("--transfer", "1,2", "2 values for 3 boundaries"),
-        ("--overlap", "5", "cannot save 5"),
+        ("--overlap", "1", "1f1b pairs no actions"),
+        ("--time-limit", "5", "only synthesized searches"),
     ],
 )
 def test_wrong_lists(planner: Command, option: str, values: str, says: str) -> None:
@@ -144,3 +145,19 @@ def test_a_name_or_a_comparison_is_needed(planner: Command) -> None:
     unknown = planner("schedule", "2f2b", "--stages", "2", "--micro-batches", "2")
     assert unknown.code == 2
     assert "dualpipe" in unknown.err
+
+
+def test_pairs_save_at_most_what_they_last(planner: Command) -> None:
+    """`--overlap` is for schedules with pairs, and is checked."""
+    words = ("schedule", "dualpipev", "--stages", "4", "--micro-batches", "8", "--json", "--overlap")
+    assert planner(*words, "0.5").json["makespan"] < planner(*words, "0").json["makespan"]
+    ended = planner(*words, "5")
+    assert ended.code == 2
+    assert "cannot save 5" in ended.err
+
+
+def test_synthesis_of_too_much(planner: Command) -> None:
+    """Refused at once, with the numbers."""
+    ended = planner("schedule", "synthesized", "--stages", "64", "--micro-batches", "1024")
+    assert ended.code == 2
+    assert "196608 actions" in ended.err

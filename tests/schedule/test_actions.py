@@ -5,7 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.errors import ScheduleError
-from planner.schedule import Action, ActionKind, build
+from planner.schedule import Action, ActionKind, Schedule, build
+
+from .strategies import schedules
 
 
 @given(st.builds(Action, st.integers(0, 10**6), st.sampled_from(ActionKind), st.integers(0, 10**6)))
@@ -43,3 +45,24 @@ def test_stages_of_a_rank() -> None:
     assert build("vpp", ranks=3, micro_batches=3, virtual_stages=2).stages_of(1) == (1, 4)
     assert build("zb-v", ranks=3, micro_batches=5).stages_of(1) == (1, 4)
     assert build("zb-v", ranks=3, micro_batches=5).stages_of(0) == (0, 5)
+
+
+@given(schedules)
+def test_schedules_read_back(schedule: Schedule) -> None:
+    """Actions and stages of a written schedule are those of the original, where every stage has one rank."""
+    if schedule.replica_ranks:
+        return
+    again = Schedule.from_text(schedule.to_text(), sequence_chunks=schedule.sequence_chunks)
+    assert (again.actions, again.stage_ranks, again.micro_batches) == (
+        schedule.actions,
+        schedule.stage_ranks,
+        schedule.micro_batches,
+    )
+
+
+def test_stages_without_a_gap() -> None:
+    """A stage that nobody runs is named."""
+    with pytest.raises(ScheduleError, match="no rank runs stage 1"):
+        Schedule.from_text([["0F0", "0B0"], ["2F0", "2B0"]])
+    with pytest.raises(ScheduleError, match="no rank runs stage 0"):
+        Schedule.from_text([[]])
