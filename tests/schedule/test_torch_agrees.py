@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from planner.schedule import build
+from planner.schedule import Durations, Schedule, build, names, simulate, synthesize
 
 schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
 
@@ -61,3 +61,39 @@ def test_same_dualpipev(ranks: int, micro_batches: int) -> None:
     """DualPipeV too, pair by pair."""
     ours = build("dualpipev", ranks=ranks, micro_batches=micro_batches)
     assert ours.to_text() == torch_actions("ScheduleDualPipeV", ranks, micro_batches, 2)
+
+
+def lowered(schedule: Schedule) -> int:
+    """Torch adds sends and receives to the lists, or fails because they dead-lock; how many sends."""
+    order = {rank: [schedules._Action.from_str(text) for text in row] for rank, row in enumerate(schedule.to_text())}
+    made = schedules._add_send_recv(order, schedule.stage_ranks.__getitem__, schedule.stages)
+    kinds = (schedules.SEND_F, schedules.SEND_B)
+    return sum(action.computation_type in kinds for row in made.values() for action in row)
+
+
+# torch puts every stage on one rank, so it cannot hold the two copies of these.
+ONE_COPY = [name for name in names() if name not in ("chimera", "dualpipe")]
+
+
+@pytest.mark.parametrize("name", ONE_COPY)
+def test_torch_can_lower_it(name: str) -> None:
+    """Torch's runtime accepts the lists of every schedule with one copy of each stage, and sends what we send."""
+    schedule = build(name, ranks=4, micro_batches=8)
+    durations = Durations.uniform(schedule.stages, transfer=1)
+    assert lowered(schedule) == sum(map(len, simulate(schedule, durations).transfers))
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_torch_can_lower_what_is_synthesized(virtual: int) -> None:
+    """Synthesised orders too, on one stage per rank and in a V."""
+    times = tuple(range(3, 3 + 3 * virtual))
+    made = synthesize(
+        Durations(times, times, times),
+        ranks=3,
+        micro_batches=4,
+        virtual_stages=virtual,
+        memory_limit=3 * virtual,
+        time_limit_seconds=2,
+    )
+    assert made is not None
+    assert lowered(made.schedule) == 2 * 4 * 2 * virtual
