@@ -19,7 +19,7 @@ from planner.spec.devices import catalogue
 from planner.spec.profile import DataType
 from profiler.count import TORCH_TYPES
 from profiler.measure_load import Load
-from profiler.measure_memory import available_memory_bytes, bare_worker_bytes
+from profiler.measure_memory import ProcessMemory, available_memory_bytes, process_memory
 from profiler.measure_timing import Mark, time_phases
 
 MATMUL_SIZE: dict[str, int] = {"cpu": 1024, "cuda": 8192}
@@ -68,7 +68,7 @@ def device_spec(device: str = "cpu", concurrency: int = 1) -> DeviceSpec:
 
     A GPU that the catalogue knows gets its entry. Otherwise the peaks are measured: matrix products by type, copies,
     launches of small kernels; on a CPU while the other ranks do the same. A CPU rank's memory is its part of what is
-    available; its reserved bytes are the resident set of a worker that has done nothing but start.
+    available; its reserved bytes and allocation overhead are those of a worker that trains a small transformer.
 
     Args:
         device: ``cpu``, ``cuda`` or ``cuda:1``.
@@ -90,7 +90,8 @@ class DeviceSheet:
     place: torch.device
     name: str
     memory_bytes: int
-    reserved_bytes: int | None
+    process: ProcessMemory | None
+    """Measured on a CPU only."""
     known: DeviceSpec | None
     """The catalogue's entry."""
 
@@ -102,7 +103,7 @@ def look_up_device(place: torch.device, concurrency: int) -> DeviceSheet:
         known = match_catalogue(properties.name, properties.total_memory)
         return DeviceSheet(place, properties.name, properties.total_memory, None, known)
     memory = available_memory_bytes() // concurrency
-    return DeviceSheet(place, processor_name(), memory, bare_worker_bytes(), None)
+    return DeviceSheet(place, processor_name(), memory, process_memory(), None)
 
 
 def is_in_catalogue(spec: DeviceSpec) -> bool:
@@ -159,7 +160,8 @@ def measure_peaks(sheet: DeviceSheet, load: Load) -> DeviceSpec:
         # A copy reads and writes.
         memory_bandwidth_bytes_per_second=2 * copied / _seconds(Copy(copied, place), place, load),
         launch_seconds=launches / SMALL_KERNELS,
-        reserved_bytes=sheet.reserved_bytes,
+        reserved_bytes=sheet.process.reserved_bytes if sheet.process else None,
+        allocation_overhead=sheet.process.allocation_overhead if sheet.process else 0.0,
     )
 
 

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import json
 import os
 import subprocess
 import sys
 import tempfile
 from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from planner.errors import RunError
 from profiler.measure_load import python_path
+
+MICRO_BATCHES_IN_FLIGHT = 4
+RANK_MODULES = ("torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.tensor.parallel")
+"""What every rank loads."""
 
 
 def available_memory_bytes() -> int:
@@ -44,8 +54,18 @@ def _proc_bytes(path: Path, key: str) -> int:
     raise OSError(f"{path} has no line {key}")
 
 
-def bare_worker_bytes() -> int:
-    """Resident set of a fresh worker process that has trained nothing yet but a tiny layer.
+@dataclass(frozen=True, slots=True)
+class ProcessMemory:
+    """What a process takes beside the tensors that it holds."""
+
+    reserved_bytes: int
+    """Resident set of a rank that has trained and holds nothing of its model any more."""
+    allocation_overhead: float
+    """Resident bytes that a forward adds, beyond those that autograd keeps, as a fraction of them."""
+
+
+def process_memory() -> ProcessMemory:
+    """Measure both in a fresh worker process.
 
     Raises:
         RunError: the process failed.
@@ -55,25 +75,77 @@ def bare_worker_bytes() -> int:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RunError(f"the bare worker process failed:\n{done.stderr.strip()[-1000:]}")
-    return int(done.stdout)
+    return ProcessMemory(**json.loads(done.stdout.splitlines()[-1]))
 
 
 def main() -> int:
-    """The bare worker: load what a rank loads, join a group, train a tiny layer, print the resident set in bytes."""
-    import torch
+    """The worker: load what a rank loads, join a group, train a small transformer, print its `ProcessMemory`."""
     import torch.distributed as dist
-    import torch.distributed.pipelining
-    import transformers  # noqa: F401
 
+    from profiler.models import load_model
+
+    for name in RANK_MODULES:
+        import_module(name)
+    load_model("gpt2").cut()  # ranks cut their model, which loads torch's tracing too
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        # The first kernels, autograd and the optimizer load code of their own.
-        layer = torch.nn.Linear(8, 8)
-        layer(torch.ones(8, 8)).sum().backward()
-        torch.optim.AdamW(layer.parameters(), fused=True).step()
-        print(_proc_bytes(Path("/proc/self/status"), "VmRSS"))  # noqa: T201
+        trained = _Trained()
+        overhead = trained.overhead()
+        del trained
+        print(json.dumps(asdict(ProcessMemory(_settled_bytes(), overhead))))  # noqa: T201
         dist.destroy_process_group()
     return 0
+
+
+class _Trained:
+    """A small transformer after its first steps: kernels, autograd and optimizer have loaded their code."""
+
+    def __init__(self) -> None:
+        import torch
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        config = GPT2Config(n_layer=4, n_head=8, n_embd=512, vocab_size=256, bos_token_id=0, eos_token_id=0)
+        self.model = GPT2LMHeadModel(config)
+        self.tokens = torch.zeros(2, 64, dtype=torch.long)
+        optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+        for _ in range(2):
+            self._forward().backward()
+            optimizer.step()
+
+    def _forward(self) -> Any:
+        return self.model(self.tokens).logits.sum()
+
+    def overhead(self) -> float:
+        """Growth of the resident set over several micro-batches in flight / what autograd keeps of them - 1."""
+        from torch.autograd.graph import saved_tensors_hooks
+
+        kept: dict[int, int] = {}
+        weights = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
+
+        def pack(tensor: Any) -> Any:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor.detach()  # an operation that keeps its own output would hold itself for ever
+
+        before = _settled_bytes()
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            in_flight = [self._forward() for _ in range(MICRO_BATCHES_IN_FLIGHT)]
+        grown = _resident_bytes() - before
+        del in_flight
+        return max(0.0, grown / sum(kept.values()) - 1)
+
+
+def _resident_bytes() -> int:
+    return _proc_bytes(Path("/proc/self/status"), "VmRSS")
+
+
+def _settled_bytes() -> int:
+    """Resident set after everything that can be given back has been."""
+    gc.collect()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    return _resident_bytes()
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ last digit. Per layer l, recompute mode r, micro-batch:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -233,9 +234,9 @@ class _LayerPricing:
             parameters_bytes=self._sharded(parameters * work.recipe.parameter_bytes, zero >= 3),
             gradients_bytes=self._sharded(parameters * work.recipe.gradient_bytes, zero >= 2),
             optimizer_bytes=self._sharded(parameters * work.recipe.optimizer_bytes, zero >= 1),
-            activation_bytes=row.activation_bytes,
+            activation_bytes=self._allocated(row.activation_bytes),
             output_bytes=self.plain.output_bytes,
-            temporary_bytes=row.temporary_bytes,
+            temporary_bytes=self._allocated(row.temporary_bytes),
             model_flops=self.plain.forward_flops + self.plain.backward_input_flops + self.plain.backward_weight_flops,
         )
 
@@ -244,6 +245,10 @@ class _LayerPricing:
         if self.plain.local_parameters is not None:
             return self.plain.local_parameters
         return -(-self.layer_parameters // self.plain.tensor_parallel_degree)
+
+    def _allocated(self, size_bytes: int) -> int:
+        """Bytes with what the allocator loses to rounding and fragmentation, rounded up."""
+        return math.ceil(size_bytes * (1 + self.work.device.allocation_overhead))
 
     def _sharded(self, size_bytes: int, is_sharded: bool) -> int:
         return -(-size_bytes // self.layout.data_parallel_degree) if is_sharded else size_bytes

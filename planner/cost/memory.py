@@ -9,7 +9,9 @@
                 torch's pipeline stage keeps every sent output until its backward; the executor holds at most two
                 receive buffers per direction, the one in use and the one being filled
 (M3)  temp(s) = largest temporary of a layer of the stage
-(M4)  peak(s) = OGP + act + temp + reserved      reserved: context, communicators, allocator overhead
+(M4)  peak(s) = OGP + act + temp + reserved      reserved: context, communicators, code of the process
+(M5)  the saved activations and temporaries of a layer are its rows' times 1 + the device's allocation_overhead
+                                                                                -> planner.cost.layers
 """
 
 from __future__ import annotations

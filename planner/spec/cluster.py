@@ -23,7 +23,9 @@ class DeviceSpec(Document):
     launch_seconds: float = Field(default=4e-6, ge=0)
     """Fixed cost of one kernel."""
     reserved_bytes: int | None = Field(default=None, ge=0)
-    """Context, communicators and allocator overhead of one process; None: the cost model's default."""
+    """Context, communicators and code of one process; None: the cost model's default."""
+    allocation_overhead: float = Field(default=0.0, ge=0)
+    """What the allocator takes beyond the activations and temporaries it hands out, as a fraction of them."""
 
 
 class LinkMeasurement(Document):

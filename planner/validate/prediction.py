@@ -5,6 +5,7 @@ Step: equations (S1) to (S4); memory: (M1) to (M4), as the cost model documents 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -141,12 +142,16 @@ class StepCheck:
             "gradients_bytes": state.gradients,
             "optimizer_bytes": state.optimizer,
             "activations_bytes": self._activations(stage),
-            "temporary_bytes": max(price.row.temporary_bytes for price in layers),
+            "temporary_bytes": max(self._allocated(price.row.temporary_bytes) for price in layers),
             "reserved_bytes": RESERVED_BYTES if reserved is None else reserved,
         }
         return RankMemory(
             pipeline_rank=stage, **parts, peak_bytes=sum(parts.values()), capacity_bytes=capacity_bytes(self.facts)
         )
+
+    def _allocated(self, size_bytes: int) -> int:
+        """Equation (M5), rounded up layer by layer."""
+        return math.ceil(size_bytes * (1 + self.facts.device.allocation_overhead))
 
     def _state(self, stage: int) -> StateBytes:
         """Equation (M1)."""
@@ -161,7 +166,7 @@ class StepCheck:
     def _activations(self, stage: int) -> int:
         """Equation (M2): what is held in flight, and the receive buffers of both directions."""
         outputs = [self.prices.boundary_bytes[layers[-1][0]] for layers in self.stage_map]
-        saved = sum(price.row.activation_bytes for price in self._layers(stage)) + outputs[stage]
+        saved = sum(self._allocated(price.row.activation_bytes) for price in self._layers(stage)) + outputs[stage]
         received = outputs[stage - 1] if stage > 0 else 0
         received += outputs[stage] if stage < len(outputs) - 1 else 0
         return in_flight(self.actions[stage]) * saved + RECEIVE_BUFFERS * received
