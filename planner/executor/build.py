@@ -15,6 +15,7 @@ from planner.executor.mesh import Mesh
 from planner.executor.optimizer import COMPUTE_DTYPE, Optimizer
 from planner.executor.replicas import GradientReducer
 from planner.executor.runtime import Loss, PipelineRuntime
+from planner.executor.scaling import LossScaler, scaler_for
 from planner.executor.sharding import shard_tensors
 from planner.executor.stages import Boundary, TimedStage
 from planner.executor.streams import RandomStreams
@@ -44,6 +45,8 @@ class RankPart:
     """The stage, parameters under the names of the user's model."""
     runtime: PipelineRuntime
     optimizer: Optimizer
+    scaler: LossScaler | None
+    """Of the loss, in fp16."""
     streams: RandomStreams
     recorder: Recorder
     partial: tuple[nn.Parameter, ...]
@@ -103,6 +106,7 @@ def build_rank(
     partial = shard_tensors(module, tensor_styles(module, source, mesh.grid.tensor), mesh)
     job = plan.request.job
     optimizer = Optimizer(module, name=job.optimizer, precision=job.precision, learning_rate=learning_rate)
+    scaler = scaler_for(job.precision)
     streams = RandomStreams(seed, device)
     streams.attach(module, [name for layer in cut.layers for name in layer.modules])
     recorder = Recorder(device)
@@ -123,12 +127,14 @@ def build_rank(
         [stage],
         actions_of(plan),
         micro_batches=plan.micro_batches,
+        replicas=mesh.grid.data,
         loss=loss,
         recorder=recorder,
         reducer=GradientReducer(module.parameters(), mesh.data_group) if mesh.grid.data > 1 else None,
+        scaler=scaler,
     )
     copies = _shared_copies(module, cut.shared_parameters, plan, mesh)
-    return RankPart(module, runtime, optimizer, streams, recorder, partial, copies)
+    return RankPart(module, runtime, optimizer, scaler, streams, recorder, partial, copies)
 
 
 def tensor_styles(module: nn.Module, source: ModelSource, degree: int) -> dict[str, str]:

@@ -1,11 +1,12 @@
 """What happens to gradients between the mean over replicas and the optimizer.
 
 Sums first: over a tensor-parallel group for gradients that see only this rank's heads, and over the copies of a
-parameter that several stages share. Clipping comes last and sees the whole model's norm.
+parameter that several stages share. Then what the whole model decides: whether a gradient overflowed, and its norm.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -52,10 +53,21 @@ def sum_shared(copies: Iterable[SharedCopy]) -> None:
 
 
 @torch.no_grad()
-def clip(parameters: Iterable[nn.Parameter], copies: Iterable[SharedCopy], maximum: float, mesh: Mesh) -> float:
-    """Scale all gradients of the model down together so that their 2-norm is at most `maximum`; returns the norm.
+def any_overflow(parameters: Iterable[nn.Parameter], mesh: Mesh) -> bool:
+    """Whether any gradient on any rank is infinite or not a number; a collective call, the same answer on all ranks."""
+    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    # The largest magnitude: unlike a sum it is finite exactly when every gradient is.
+    largest = nn.utils.get_total_norm(gradients, math.inf)
+    flag = (~torch.isfinite(largest)).to(mesh.device_mesh.device_type, torch.int32)
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag)
 
-    The norm is that of the whole model: shards and stages add up, replicas and further copies count once.
+
+@torch.no_grad()
+def total_norm(parameters: Iterable[nn.Parameter], copies: Iterable[SharedCopy], mesh: Mesh) -> float:
+    """2-norm of the whole model's gradient, in fp64: shards and stages add up, replicas and further copies count once.
+
+    A collective call, the same answer on all ranks.
     """
     gradients = {id(parameter): parameter.grad for parameter in parameters if parameter.grad is not None}
     again = {id(copy.parameter) for copy in copies if not copy.is_owner}
@@ -65,11 +77,12 @@ def clip(parameters: Iterable[nn.Parameter], copies: Iterable[SharedCopy], maxim
             squares[0 if _is_sharded(gradient) else 1] += local(gradient).double().square().sum()
     dist.all_reduce(squares[:1], group=mesh.tensor_group)
     dist.all_reduce(squares, group=mesh.pipeline_group)
-    norm = float(squares.sum().sqrt())
-    factor = min(1.0, maximum / (norm + 1e-6))  # the same guard as torch.nn.utils.clip_grad_norm_
-    for gradient in gradients.values():
-        local(gradient).mul_(factor)
-    return norm
+    return float(squares.sum().sqrt())
+
+
+def clip_factor(norm: float, maximum: float) -> float:
+    """What to multiply gradients of this 2-norm with so that it is at most `maximum`."""
+    return min(1.0, maximum / (norm + 1e-6))  # the same guard as torch.nn.utils.clip_grad_norm_
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:

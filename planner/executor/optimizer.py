@@ -9,11 +9,20 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from planner.errors import UnsupportedError
+from planner.executor.sharding import local
 
 MOMENTUM = 0.9
 
-COMPUTE_DTYPE: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16-mixed": torch.bfloat16}
+COMPUTE_DTYPE: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "fp16-mixed": torch.float16,
+    "bf16-mixed": torch.bfloat16,
+    "bf16": torch.bfloat16,
+}
 """Type of parameters, activations and gradients by the job's precision."""
+
+MASTER_COPY = ("fp16-mixed", "bf16-mixed")
+"""Precisions whose optimizer works on an fp32 copy of the parameters."""
 
 
 def make_optimizer(name: str, parameters: Iterable[torch.Tensor], learning_rate: float) -> torch.optim.Optimizer:
@@ -40,9 +49,10 @@ def make_optimizer(name: str, parameters: Iterable[torch.Tensor], learning_rate:
 
 
 class Optimizer:
-    """Steps a module's parameters. In ``bf16-mixed`` they and their gradients are bf16; the optimizer works on an fp32
-    master copy, which they are rounded from after every step (Micikevicius et al. 2018, "Mixed Precision Training",
-    section 3.1; 2 + 2 + 12 bytes per parameter with Adam, as in Rajbhandari et al. 2020, section 3.1).
+    """Steps a module's parameters. In a mixed precision they and their gradients are fp16 or bf16; the optimizer works
+    on an fp32 master copy, which they are rounded from after every step (Micikevicius et al. 2018, "Mixed Precision
+    Training", section 3.1; 2 + 2 + 12 bytes per parameter with Adam, as in Rajbhandari et al. 2020, section 3.1). In
+    ``bf16`` there is no such copy, and the states are bf16 too (2 + 2 + 4 bytes with Adam).
 
     Casts the module's parameters to the precision's compute type, so it must be made before the module is wrapped.
     """
@@ -50,7 +60,7 @@ class Optimizer:
     def __init__(self, module: nn.Module, *, name: str, precision: str, learning_rate: float) -> None:
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         dtype = COMPUTE_DTYPE[precision]
-        self._masters = [] if dtype == torch.float32 else [p.detach().clone() for p in self._parameters]
+        self._masters = [p.detach().clone() for p in self._parameters] if precision in MASTER_COPY else []
         for parameter in module.parameters():
             if parameter.is_floating_point() and parameter.dtype != dtype:
                 # Assigning to .data would leave a DTensor's own record of its type behind.
@@ -59,12 +69,16 @@ class Optimizer:
         trained = self._masters or self._parameters
         self._optimizer = make_optimizer(name, trained, learning_rate) if trained else None
 
-    def step(self) -> None:
-        """Apply the gradients."""
+    def step(self, factor: float = 1.0) -> None:
+        """Apply the gradients, times a factor: of the loss scale and of clipping. Where there is a master copy the
+        product is taken in fp32, where nothing underflows.
+        """
         if self._optimizer is None:
             return
         for master, parameter in zip(self._masters, self._parameters, strict=False):
             master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)
+        if factor != 1.0:
+            _scale_gradients(self._masters or self._parameters, factor)
         self._optimizer.step()
         with torch.no_grad():
             for master, parameter in zip(self._masters, self._parameters, strict=False):
@@ -86,5 +100,12 @@ class Optimizer:
         return sum(_local_bytes(tensor) for tensor in (*held, *self._masters))
 
 
+@torch.no_grad()
+def _scale_gradients(tensors: Iterable[torch.Tensor], factor: float) -> None:
+    for tensor in tensors:
+        if tensor.grad is not None:
+            local(tensor.grad).mul_(factor)
+
+
 def _local_bytes(tensor: torch.Tensor) -> int:
-    return tensor.to_local().nbytes if isinstance(tensor, DTensor) else tensor.nbytes
+    return local(tensor).nbytes

@@ -1,7 +1,7 @@
 """The same training in one process without any parallelism: what a run of a plan must agree with.
 
 Same initial values, samples and order; the whole model, torch's optimizer and plain gradient accumulation, none of the
-pipeline's parts.
+pipeline's parts. In fp16 the loss is scaled by torch's own `GradScaler`.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from planner.errors import UnsupportedError
-from planner.executor.data import load_dataset
+from planner.executor.data import Batch, load_dataset
 from planner.executor.executor import check_model, data_spec
 from planner.executor.failure import write_failure
 from planner.executor.loss import load_loss
 from planner.executor.materialise import materialise
-from planner.executor.optimizer import make_optimizer
+from planner.executor.optimizer import COMPUTE_DTYPE, MASTER_COPY, make_optimizer
+from planner.executor.runtime import Loss
 from planner.executor.settings import DEFAULT_LEARNING_RATE, RunSettings
 from planner.executor.streams import RandomStreams
 from planner.executor.support import check_plan
@@ -38,7 +39,9 @@ class Reference:
     losses: tuple[float, ...]
     """Mean over the global batch, per step, before the step's update."""
     model: nn.Module
-    """After the last step; gradients are those of the last step."""
+    """After the last step."""
+    loss_scale: float
+    """After the last step; 1 where the loss is not scaled."""
 
 
 def train_reference(
@@ -52,50 +55,87 @@ def train_reference(
     learning_rate: float = DEFAULT_LEARNING_RATE,
     max_gradient_norm: float | None = None,
 ) -> Reference:
-    """Train on the CPU in this process, in fp32, as the plan's job says, whatever its layout.
+    """Train on the CPU in this process, in the job's precision, as its plan says, whatever its layout.
 
     The batch is taken in the plan's micro-batches, because dropout and batch normalisation depend on them.
-
-    Raises:
-        UnsupportedError: the job's precision is not fp32.
     """
     check_plan(plan)
     job = plan.request.job
-    if job.precision != "fp32":
-        raise UnsupportedError(
-            f"the single-process reference runs in fp32, the job in {job.precision}.",
-            field="request.job.precision",
-            mend="compare in fp32, or run without a reference.",
-        )
     device = torch.device("cpu")
     model = _whole_model(source, device, seed)
     streams = RandomStreams(seed, device)
     streams.attach(model, [name for layer in source.cut().layers for name in layer.modules])
-    optimizer = make_optimizer(job.optimizer, model.parameters(), learning_rate)
+    update = _Update(model, job.optimizer, job.precision, learning_rate, max_gradient_norm)
     dataset = load_dataset(data, data_spec(plan, source), seed=seed)
     loss_of = load_loss(loss, source.input_kind)
     losses = []
     for step in range(steps):
         streams.step = step
-        optimizer.zero_grad()
         batch = dataset(step * job.global_batch_size, (step + 1) * job.global_batch_size)
-        parts = list(zip(*(torch.split(tensor, plan.layout.micro_batch_size) for tensor in batch), strict=True))
-        total = 0.0
-        for number, (inputs, targets) in enumerate(parts):
-            streams.micro_batch = number
-            value = loss_of(model(inputs), targets) / len(parts)
-            torch.autograd.backward(value)
-            total += float(value.detach())
-        losses.append(total)
-        if max_gradient_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), max_gradient_norm)
-        optimizer.step()
-    return Reference(tuple(losses), model)
+        forward = partial(_forward, model, loss_of, COMPUTE_DTYPE[job.precision])
+        losses.append(_accumulate(forward, batch, plan.layout.micro_batch_size, streams, update.scaler))
+        update.apply()
+    return Reference(tuple(losses), model, update.scaler.get_scale())
 
 
 def _whole_model(source: ModelSource, device: torch.device, seed: int) -> nn.Module:
     cut = source.cut()
     return materialise(source, lambda model: cut.stage(model, 0, len(cut.layers)), device=device, seed=seed)
+
+
+def _forward(
+    model: nn.Module, loss: Loss, dtype: torch.dtype, inputs: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
+    return loss(model(inputs.to(dtype) if inputs.is_floating_point() else inputs), targets)
+
+
+def _accumulate(
+    forward: Loss, batch: Batch, micro_batch_size: int, streams: RandomStreams, scaler: torch.amp.GradScaler
+) -> float:
+    """Add up the gradients of a batch; returns its mean loss.
+
+    Args:
+        forward: (inputs, targets) of a micro-batch -> its mean loss.
+    """
+    parts = list(zip(*(torch.split(tensor, micro_batch_size) for tensor in batch), strict=True))
+    total = 0.0
+    for number, (inputs, targets) in enumerate(parts):
+        streams.micro_batch = number
+        value = forward(inputs, targets) / len(parts)
+        torch.autograd.backward(scaler.scale(value))
+        total += float(value.detach())
+    return total
+
+
+class _Update:
+    """What stands between gradients and parameters: an fp32 master copy in mixed precision, scaling in fp16."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: str, precision: str, learning_rate: float, max_gradient_norm: float | None
+    ) -> None:
+        self._computing = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._trained: Sequence[torch.Tensor] = self._computing
+        if precision in MASTER_COPY:
+            self._trained = [parameter.detach().clone() for parameter in self._computing]
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(COMPUTE_DTYPE[precision])
+        self._optimizer = make_optimizer(optimizer, self._trained, learning_rate)
+        self._maximum = max_gradient_norm
+        self.scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16-mixed")
+
+    def apply(self) -> None:
+        """Update the parameters, unless gradients overflowed, and set the gradients to none."""
+        for trained, computing in zip(self._trained, self._computing, strict=True):
+            trained.grad = None if computing.grad is None else computing.grad.to(trained.dtype)
+        self.scaler.unscale_(self._optimizer)
+        if self._maximum is not None:
+            nn.utils.clip_grad_norm_(self._trained, self._maximum)
+        self.scaler.step(self._optimizer)
+        self.scaler.update()
+        with torch.no_grad():
+            for trained, computing in zip(self._trained, self._computing, strict=True):
+                computing.copy_(trained)
+                computing.grad = None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,10 +1,13 @@
-"""Data parallelism: the mean of the gradients over the replicas, hidden behind a step's last backward.
+"""Data parallelism: the sum of the gradients over the replicas, hidden behind a step's last backward.
 
 The method is DistributedDataParallel's (Li et al. 2020, "PyTorch Distributed", section 3.2): gradients live in buckets,
 and a bucket is reduced as soon as the last backward has filled it. DDP itself does not fit a pipeline's stage: it takes
 no DTensors, so no tensor parallelism beside it; its hooks do not see a backward that is split into input and weight
 gradients; and without synchronising the first micro-batches it holds every gradient twice, beside its bucket, until it
 has bound and re-built its buckets in the first two steps. Here gradients are views of their buckets from the start.
+
+The mean is taken in the loss: dividing a sum afterwards would read and write all gradients once more, and in fp16 the
+sum could overflow where the mean does not.
 """
 
 from __future__ import annotations
@@ -48,7 +51,6 @@ class GradientReducer:
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
         self._group = group
-        self._replicas = dist.get_world_size(group)
         self._armed = False
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         # The backward fills the gradients of the last layers first.
@@ -59,14 +61,13 @@ class GradientReducer:
         self._armed = True
 
     def finish(self) -> None:
-        """Wait until every gradient is the mean over the replicas."""
+        """Wait until every gradient is the sum over the replicas."""
         for bucket in self._buckets:
             if bucket.work is None:
                 self._launch(bucket)
         for bucket in self._buckets:
             assert bucket.work is not None
             bucket.work.wait()
-            bucket.flat.div_(self._replicas)
             bucket.work, bucket.unfilled = None, bucket.parameters
         self._armed = False
 

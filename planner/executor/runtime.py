@@ -26,6 +26,7 @@ from torch.distributed.pipelining.schedules import (
 
 from planner.errors import ScheduleError
 from planner.executor.replicas import GradientReducer
+from planner.executor.scaling import LossScaler
 from planner.executor.stages import TimedStage
 from planner.executor.timeline import Recorder
 
@@ -43,9 +44,11 @@ class PipelineRuntime(_PipelineScheduleRuntime):
         stages: this rank's stages.
         actions: compute actions of every pipeline rank, e.g. ``2F0``; the same on all ranks.
         micro_batches: micro-batches per step.
+        replicas: data-parallel ranks, each with as many micro-batches of its own.
         loss: mean loss of one micro-batch; called on the last stage.
         recorder: times the actions.
-        reducer: takes the mean of the gradients over the replicas; None without replicas.
+        reducer: adds the gradients up over the replicas; None without replicas.
+        scaler: of the loss, so that its gradients do not underflow; None: unscaled.
 
     Raises:
         ScheduleError: torch refuses the lists: an action is missing, doubled or out of order, or they dead-lock.
@@ -57,15 +60,17 @@ class PipelineRuntime(_PipelineScheduleRuntime):
         actions: Sequence[Sequence[str]],
         *,
         micro_batches: int,
+        replicas: int,
         loss: Loss,
         recorder: Recorder,
         reducer: GradientReducer | None,
+        scaler: LossScaler | None,
     ) -> None:
         # The mean over micro-batches is taken in the loss: scaling the gradients afterwards would divide parameters
         # that two stages of a rank share twice.
-        mean = _MeanLoss(loss, micro_batches)
-        super().__init__(list(stages), micro_batches, mean, scale_grads=False)  # type: ignore[no-untyped-call]
-        self._mean_loss = mean
+        share = _LossShare(loss, micro_batches * replicas, scaler)
+        super().__init__(list(stages), micro_batches, share, scale_grads=False)  # type: ignore[no-untyped-call]
+        self._share = share
         try:
             self._prepare_schedule_with_comms(
                 {rank: [_Action.from_str(text) for text in row] for rank, row in enumerate(actions)}
@@ -91,7 +96,8 @@ class PipelineRuntime(_PipelineScheduleRuntime):
         }
 
     def run_step(self, inputs: torch.Tensor | None, targets: torch.Tensor | None) -> torch.Tensor:
-        """Run one step and return its loss: the mean over micro-batches, zero on ranks without the last stage.
+        """Run one step and return this replica's share of its loss, the mean over all micro-batches of all replicas;
+        zero on ranks without the last stage.
 
         Args:
             inputs: this data-parallel rank's samples, on the first stage; split along dimension 0.
@@ -134,7 +140,7 @@ class PipelineRuntime(_PipelineScheduleRuntime):
         _wait_batch_p2p(self.fwd_recv_ops.pop(unit, []))
         output = stage.forward_one_chunk(micro_batch, self._arguments[micro_batch], {}, save_forward_output=False)
         if stage.is_last:
-            self._graphs[micro_batch] = self._mean_loss(output, self._targets[micro_batch])
+            self._graphs[micro_batch] = self._share(output, self._targets[micro_batch])
         self._recorder.stop()
         following = self._by_index.get(stage.stage_index + 1)
         if following is not None:
@@ -158,7 +164,7 @@ class PipelineRuntime(_PipelineScheduleRuntime):
         loss = self._graphs.pop(micro_batch, None) if stage.is_last else None
         stage.backward_one_chunk(micro_batch, loss=loss, full_backward=True, last_backward=last)
         if loss is not None:
-            self._losses[micro_batch] = loss.detach()
+            self._losses[micro_batch] = self._share.unscaled(loss.detach())
         preceding = self._by_index.get(stage.stage_index - 1)
         if preceding is not None:
             gradient = stage.get_local_bwd_output(micro_batch)  # type: ignore[no-untyped-call]
@@ -176,15 +182,22 @@ class PipelineRuntime(_PipelineScheduleRuntime):
                 self._reducer.finish()
 
 
-class _MeanLoss:
-    """A micro-batch's share of the mean over a step's micro-batches."""
+class _LossShare:
+    """A micro-batch's share of the mean over a step's micro-batches, times the loss scale."""
 
-    def __init__(self, loss: Loss, micro_batches: int) -> None:
+    def __init__(self, loss: Loss, micro_batches: int, scaler: LossScaler | None) -> None:
         self._loss = loss
         self._micro_batches = micro_batches
+        self._scaler = scaler
 
     def __call__(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return self._loss(output, targets) / self._micro_batches
+        share = self._loss(output, targets) / self._micro_batches
+        # The first scale is already too large for fp16, which a user's own loss may return.
+        return share if self._scaler is None else share.float() * self._scaler.scale
+
+    def unscaled(self, share: torch.Tensor) -> torch.Tensor:
+        """What the share is without the scale that it was computed with."""
+        return share if self._scaler is None else share / self._scaler.scale
 
 
 def _nothing(stage: TimedStage, micro_batch: int) -> None:

@@ -13,7 +13,6 @@ from planner.errors import LayoutError, UnsupportedError
 from planner.schedule.actions import Action
 from planner.spec.plan import Plan, RankPlacement
 
-PRECISIONS = ("fp32", "bf16-mixed")
 RECOMPUTE_MODES = ("none", "full")
 ACTION_KINDS = ("F", "B")
 AXES = ("pipeline", "data", "tensor")
@@ -64,7 +63,6 @@ def _choices(plan: Plan) -> Iterator[tuple[str, object, tuple[object, ...]]]:
     yield "layout.virtual_stages_per_rank", layout.virtual_stages_per_rank, (1,)
     yield "layout.zero_stage", layout.zero_stage, (0,)
     yield "layout.sequence_parallel", layout.sequence_parallel, (False,)
-    yield "request.job.precision", plan.request.job.precision, PRECISIONS
     for stage in plan.stages:
         for index, layer in enumerate(stage.layers):
             yield f"stages[{stage.index}].layers[{index}].recompute", layer.recompute, RECOMPUTE_MODES

@@ -30,6 +30,8 @@ class Metrics:
     loss: float
     seconds: float
     tokens_per_second: float
+    loss_scale: float | None = None
+    """After the step, in fp16: it halves when the step was skipped, for its gradients overflowed."""
 
 
 class Trainer:
@@ -50,7 +52,7 @@ class Trainer:
         """Run steps 0..steps-1.
 
         Raises:
-            RunError: the loss is not a number any more.
+            RunError: the loss is not a number any more, or gradients overflow whatever the loss scale.
         """
         records: list[StepRecord] = []
         for step in range(steps):
@@ -60,7 +62,8 @@ class Trainer:
                 records[step - RECORDED_STEPS] = StepRecord(old.loss, old.seconds, ())
             job = self._plan.request.job
             rate = job.global_batch_size * (job.sequence_length or 1) / records[-1].seconds
-            on_step(Metrics(step, records[-1].loss, records[-1].seconds, rate))
+            scale = self._part.scaler.scale if self._part.scaler is not None else None
+            on_step(Metrics(step, records[-1].loss, records[-1].seconds, rate, scale))
         return records
 
     def _step(self, step: int) -> StepRecord:
@@ -71,8 +74,10 @@ class Trainer:
         self._part.recorder.begin_step()
         loss = self._part.runtime.run_step(inputs, targets)
         self._finish_gradients()
+        factor = self._gradient_factor()
         with self._part.recorder.span("optimizer"):
-            self._part.optimizer.step()
+            if factor is not None:
+                self._part.optimizer.step(factor)
             self._part.optimizer.zero_gradients()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -100,13 +105,29 @@ class Trainer:
             with part.recorder.span("reduce"):
                 gradients.sum_partial(part.partial, self._mesh)
                 gradients.sum_shared(part.copies)
-        if self._clip is not None:
-            gradients.clip(part.module.parameters(), part.copies, self._clip, self._mesh)
+
+    def _gradient_factor(self) -> float | None:
+        """What the update multiplies gradients with, to unscale and to clip them; None: skip it, for some overflowed.
+
+        The norm is unscaled here; the gradients are where the optimizer has room for them, for in fp16 they would
+        underflow.
+        """
+        part, scale = self._part, 1.0
+        if part.scaler is not None:
+            scale = part.scaler.scale
+            overflowed = gradients.any_overflow(part.module.parameters(), self._mesh)
+            part.scaler.update(overflowed=overflowed)
+            if overflowed:
+                return None
+        if self._clip is None:
+            return 1.0 / scale
+        norm = gradients.total_norm(part.module.parameters(), part.copies, self._mesh) / scale
+        return gradients.clip_factor(norm, self._clip) / scale
 
     def _global_loss(self, loss: torch.Tensor, step: int) -> float:
         """Mean over the global batch, on every rank: each replica's last stage adds its share once."""
         counts = self._mesh.is_last_stage and self._mesh.tensor == 0
-        share = loss.double() / self._mesh.grid.data if counts else torch.zeros_like(loss, dtype=torch.float64)
+        share = loss.double() if counts else torch.zeros_like(loss, dtype=torch.float64)
         dist.all_reduce(share)
         value = float(share)
         if value != value:

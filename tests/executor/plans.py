@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from planner import __version__
+from planner.executor.loss import next_token
 from planner.schedule import build
 from planner.spec import Cluster, Job, Layout, NodeGroup, Plan, PlanRequest, Prediction
 from planner.spec.cluster import DeviceSpec
@@ -37,6 +38,7 @@ LLAMA = {
     "max_position_embeddings": 32,
 }
 QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 8}
+STEEPNESS = 8.0
 CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3, "tied-llama": {**LLAMA, "tie_word_embeddings": True}}
 
 
@@ -44,6 +46,11 @@ def mlp() -> tuple[nn.Module, torch.Tensor]:
     """An `nn.Sequential` whose first layer has no parameters."""
     layers = (nn.Flatten(), nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 5))
     return nn.Sequential(*layers), torch.randn(2, 3, 4)
+
+
+def steep_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Next-token prediction whose gradients overflow fp16 at the first loss scales, and stop doing so."""
+    return STEEPNESS * next_token(logits, tokens)
 
 
 def source_of(name: str, folder: Path) -> ModelSource:

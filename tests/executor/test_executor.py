@@ -14,8 +14,11 @@ import torch.distributed as dist
 
 from planner.errors import DocumentError, LayoutError, MismatchError, RunError, ScheduleError
 from planner.executor import Executor
+from planner.executor.loss import next_token
 from planner.executor.reference import train_reference
+from planner.executor.scaling import INITIAL_SCALE
 from planner.spec import LayerProfile, Measurement, ModelProfile, Plan
+from planner.spec.job import Precision
 from planner.spec.recipes import recipe
 from profiler.models import ModelSource
 from tests.executor.plans import make_plan, source_of
@@ -61,16 +64,50 @@ def test_same_seed_same_numbers(gpt2: ModelSource) -> None:
     assert losses[0] == losses[1] != losses[2]
 
 
-def test_mixed_precision_follows_fp32_within_its_resolution(gpt2: ModelSource) -> None:
-    """bf16-mixed holds 2 + 2 + 12 bytes per element, and its losses are those of fp32 up to bf16's three digits."""
-    plan = _plan(gpt2, precision="bf16-mixed", micro_batch_size=2, recompute=frozenset({2}))
+@pytest.mark.parametrize(("precision", "resolution"), [("fp16-mixed", 0.005), ("bf16-mixed", 0.02), ("bf16", 0.02)])
+def test_half_precision_follows_fp32_within_its_resolution(
+    gpt2: ModelSource, precision: Precision, resolution: float
+) -> None:
+    """A rank holds the bytes of the recipe; losses are those of fp32 up to a type's digits, near 5.5, and those of the
+    single process in the same precision.
+    """
+    plan = _plan(gpt2, precision=precision, micro_batch_size=2, recompute=frozenset({2}))
     measured = Executor(plan, gpt2, device="cpu", seed=1).train(4)
     exact = train_reference(_plan(gpt2, micro_batch_size=2), gpt2, steps=4, seed=1)
-    assert measured.losses == pytest.approx(exact.losses, abs=0.02)
-    rank, expected = measured.ranks[0], recipe("bf16-mixed", "adamw")
+    assert measured.losses == pytest.approx(exact.losses, abs=resolution)
+    assert max(abs(a - b) for a, b in zip(measured.losses, exact.losses, strict=True)) > 1e-5
+    assert measured.losses == pytest.approx(train_reference(plan, gpt2, steps=4, seed=1).losses, abs=1e-5)
+    rank, expected = measured.ranks[0], recipe(precision, "adamw")
     assert rank.parameters_bytes == expected.parameter_bytes * rank.parameters
     assert rank.gradients_bytes == expected.gradient_bytes * rank.parameters
     assert rank.optimizer_bytes == pytest.approx(expected.optimizer_bytes * rank.parameters, rel=0.01)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_overflowing_steps_are_skipped_as_torchs_scaler_skips_them(gpt2: ModelSource, clip: float | None) -> None:
+    """The scale halves until gradients fit; scale, losses and clipping are those of `GradScaler` in one process."""
+    plan = _plan(gpt2, precision="fp16-mixed")
+    scales: list[float | None] = []
+    settings: dict[str, Any] = {"loss": "tests.executor.plans:steep_loss", "seed": 1, "max_gradient_norm": clip}
+    executor = Executor(plan, gpt2, device="cpu", **settings)
+    measured = executor.train(6, on_step=lambda metrics: scales.append(metrics.loss_scale))
+    expected = train_reference(plan, gpt2, steps=6, **settings)
+    assert scales[0] == INITIAL_SCALE / 2, "skipped"
+    assert scales[-2] == scales[-1] == expected.loss_scale, "trained"
+    assert measured.losses == pytest.approx(expected.losses, rel=1e-4)
+
+
+def hopeless_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Its gradients overflow fp16 at any loss scale."""
+    return 1e25 * next_token(logits, targets)
+
+
+def test_gradients_that_overflow_at_any_scale_stop_the_run(gpt2: ModelSource) -> None:
+    """A run that skips every step trains nothing."""
+    plan = _plan(gpt2, precision="fp16-mixed", micro_batches=1)
+    executor = Executor(plan, gpt2, device="cpu", loss=f"{__name__}:hopeless_loss")
+    with pytest.raises(RunError, match=r"(?s)overflow fp16 even with a loss scale of 1\..*bf16-mixed"):
+        executor.train(20)
 
 
 def test_report_says_what_happened(gpt2: ModelSource, tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 from torch import nn
 
 from planner.errors import UnsupportedError
 from planner.executor.optimizer import Optimizer, make_optimizer
+from planner.spec.job import Precision
 from planner.spec.recipes import recipe
 
 
@@ -26,7 +29,7 @@ def _train(module: nn.Module, optimizer: Optimizer, steps: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
+@pytest.mark.parametrize("precision", get_args(Precision))
 def test_bytes_are_those_of_the_recipe(name: str, precision: str) -> None:
     """What the memory model promises per element is what torch holds (Adam counts its steps in one number more)."""
     module = _linear()
@@ -63,6 +66,45 @@ def test_master_copy_keeps_what_bf16_would_lose() -> None:
         optimizer.step()
     assert float(module.weight.detach()) == pytest.approx(0.99, abs=2**-8)
     assert float(module.weight.detach()) < 1.0
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw"])
+def test_pure_bf16_is_torchs_own_optimizer_on_bf16(name: str) -> None:
+    """Without a master copy parameters are rounded as torch rounds them."""
+    ours, theirs = _linear(), _linear().bfloat16()
+    _train(ours, Optimizer(ours, name=name, precision="bf16", learning_rate=0.01), 3)
+    plain = make_optimizer(name, theirs.parameters(), 0.01)
+    torch.manual_seed(1)
+    for _ in range(3):
+        plain.zero_grad()
+        theirs(torch.randn(8, 64).bfloat16()).float().square().mean().backward()
+        plain.step()
+    assert torch.equal(ours.weight, theirs.weight)
+
+
+@pytest.mark.parametrize("precision", get_args(Precision))
+def test_factor_multiplies_the_gradients(precision: str) -> None:
+    """Every precision takes the factor; half of it is half of the movement."""
+    module = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        module.weight.fill_(1.0)
+    optimizer = Optimizer(module, name="sgd", precision=precision, learning_rate=1.0)
+    module.weight.grad = torch.ones_like(module.weight)
+    optimizer.step(0.5)
+    assert float(module.weight.detach()) == 0.5
+
+
+def test_gradients_are_unscaled_without_underflow() -> None:
+    """A scaled gradient whose unscaled value fp16 cannot hold still moves the master copy."""
+    module = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        module.weight.fill_(0.0)
+    optimizer = Optimizer(module, name="sgd", precision="fp16-mixed", learning_rate=2.0**16)
+    gradient, scale = 2.0**-20, 2.0**16
+    assert torch.tensor(gradient / scale).half() == 0
+    module.weight.grad = torch.full_like(module.weight, gradient)
+    optimizer.step(1 / scale)
+    assert float(module.weight.detach()) == -gradient
 
 
 def test_parameters_start_from_their_fp32_values() -> None:

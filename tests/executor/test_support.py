@@ -48,7 +48,6 @@ def test_any_placement_that_fills_the_grid_will_do() -> None:
         {"layout__expert_parallel_degree": 2},
         {"layout__virtual_stages_per_rank": 2},
         {"layout__sequence_parallel": True},
-        {"request__job__precision": "fp16-mixed"},
         {"stages__0__layers__2__recompute": "selective"},
         {"actions": [["0F0", "0I0", "0W0"]]},
     ],

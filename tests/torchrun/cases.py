@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from profiler.models import ModelSource
 from tests.executor.plans import make_plan, source_of
 
 STEPS = 6
+STEEP_LOSS = "tests.executor.plans:steep_loss"
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Case:
     sizes: tuple[int, ...]
     options: dict[str, Any] = field(default_factory=dict)
     clip: float | None = None
+    loss: str | None = None
     steps: int = STEPS
     learning_rate: float = 3e-4
 
@@ -47,7 +51,9 @@ TWO_RANKS = {
         "mlp", (1, 5), {"sequence_length": 0, "micro_batch_size": 2, "optimizer": "momentum"}, learning_rate=0.05
     ),
     "tp2-tied": Case("tied-llama", (6,), {"tensor": 2, "micro_batches": 2}),
-    "tp2-bf16": Case("llama", (6,), {"tensor": 2, "precision": "bf16-mixed"}),
+    "tp2-bf16-mixed": Case("llama", (6,), {"tensor": 2, "precision": "bf16-mixed"}),
+    "tp2-fp16-mixed": Case("llama", (6,), {"tensor": 2, "precision": "fp16-mixed"}, clip=0.5),
+    "pp2-bf16": Case("gpt2", (4, 2), {"precision": "bf16"}, clip=0.5),
     # One step of plain SGD with rate 1 moves every parameter by its gradient.
     "gradients": Case("gpt2", (3, 3), {"optimizer": "sgd"}, steps=1, learning_rate=1.0),
     "gradients-tp2": Case("qwen3", (6,), {"tensor": 2, "optimizer": "sgd"}, steps=1, learning_rate=1.0),
@@ -58,26 +64,28 @@ FOUR_RANKS = {
     "tp2-pp2": Case("qwen3", (2, 4), {"tensor": 2, "recompute": frozenset({2})}, clip=0.5),
     "dp2-tp2": Case("llama", (6,), {"data": 2, "tensor": 2, "micro_batches": 2}, clip=0.5),
 }
-CASES = {2: TWO_RANKS, 4: FOUR_RANKS}
+FOUR_RANKS_IN_FP16 = {
+    "dp2-pp2-fp16-mixed": Case("gpt2", (3, 3), {"data": 2, "precision": "fp16-mixed"}, clip=0.5, loss=STEEP_LOSS),
+}
+CASES = {2: TWO_RANKS, 4: {**FOUR_RANKS, **FOUR_RANKS_IN_FP16}}
 
 
-def run(case: Case) -> dict[str, float]:
-    """Largest differences from the single process, on rank 0."""
+def run(case: Case) -> dict[str, Any]:
+    """Largest differences from the single process in the same precision, and every rank's loss scale; on rank 0."""
     folder = Path(tempfile.mkdtemp())
     source = source_of(case.model, folder)
     names = [layer.name for layer in source.cut().layers]
     plan = make_plan(names, case.sizes, **case.options)
     data = "synthetic" if case.model == "mlp" else "stdlib"
     settings: dict[str, Any] = {"data": data, "seed": 5, "max_gradient_norm": case.clip}
-    settings["learning_rate"] = case.learning_rate
+    settings |= {"learning_rate": case.learning_rate, "loss": case.loss}
     start = {name: value.clone() for name, value in initial_parameters(source, settings["seed"]).items()}
     executor = Executor(plan, source, device="cpu", timeout_seconds=60, **settings)
     measured = executor.train(case.steps)
-    values = _whole(executor.part.module)
+    values, scales = _whole(executor.part.module), _scales(executor)
     if dist.get_rank() > 0:
         return {}
-    exact = make_plan(names, case.sizes, **{**case.options, "precision": "fp32"})
-    expected = train_reference(exact, source, steps=case.steps, **settings)
+    expected = train_reference(plan, source, steps=case.steps, **settings)
     pairs = zip(measured.losses, expected.losses, strict=True)
     wanted = dict(expected.model.named_parameters(remove_duplicate=False))
     worst = max(float((values[name] - wanted[name].detach()).abs().max()) for name in wanted)
@@ -86,7 +94,38 @@ def run(case: Case) -> dict[str, float]:
         "parameters": worst,
         "moved": max(float((wanted[name].detach() - start[name]).abs().max()) for name in wanted),
         "names": sorted(values) == sorted(wanted),
+        "scales": [*scales, expected.loss_scale],
     }
+
+
+def run_overflow() -> dict[str, Any]:
+    """Two steps of which rank 0 alone spoils a gradient in the first; on rank 0."""
+    source = source_of("gpt2", Path(tempfile.mkdtemp()))
+    names = [layer.name for layer in source.cut().layers]
+    plan = make_plan(names, (3, 3), data=2, precision="fp16-mixed")
+    executor = Executor(plan, source, device="cpu", timeout_seconds=60)
+    versions = [_whole(executor.part.module)]
+    spoiled = next(iter(executor.part.module.parameters()))
+    hook = spoiled.register_hook(lambda gradient: torch.full_like(gradient, math.inf)) if dist.get_rank() == 0 else None
+    scales = []
+    for _ in range(2):
+        executor.train(1)
+        versions.append(_whole(executor.part.module))
+        scales.append(_scales(executor))
+        if hook is not None:
+            hook.remove()
+    changed = [
+        [name for name, value in new.items() if not torch.equal(value, old[name])] for old, new in pairwise(versions)
+    ]
+    return {"scales": scales, "changed": changed, "names": sorted(versions[0])}
+
+
+def _scales(executor: Executor) -> list[float]:
+    """Every rank's loss scale."""
+    scaler = executor.part.scaler
+    scales = [0.0] * dist.get_world_size()
+    dist.all_gather_object(scales, 1.0 if scaler is None else scaler.scale)
+    return scales
 
 
 def initial_parameters(source: ModelSource, seed: int) -> dict[str, torch.Tensor]:
@@ -118,6 +157,8 @@ def main() -> None:
     cases = CASES[dist.get_world_size()]
     chosen = sys.argv[2:] or list(cases)
     results = {name: run(cases[name]) for name in chosen}
+    if dist.get_world_size() == 4:
+        results["overflow"] = run_overflow()
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(results))
     dist.destroy_process_group()
