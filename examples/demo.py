@@ -7,6 +7,7 @@ writes stands in demo-output/.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import socket
 import subprocess
@@ -22,6 +23,8 @@ from typing import Any
 OUTPUT = Path("demo-output")
 MODEL = "gpt2"
 RANKS = 4
+CONCURRENCY = min(RANKS, os.cpu_count() or 1)
+"""Ranks that compute at the same time: the others wait for their neighbours, or for a core."""
 SEQUENCE_LENGTH = 64
 GLOBAL_BATCH_SIZE = 8
 MICRO_BATCH_SIZES = "1,2,4"
@@ -37,9 +40,9 @@ def main() -> int:
     """Run all steps; the exit status is that of the step that failed, or 0."""
     started = time.monotonic()
     OUTPUT.mkdir(exist_ok=True)
-    title("1. Profile GPT-2 small (124 M parameters) on this machine's CPU, loaded as four ranks will load it")
+    title("1. Profile GPT-2 small (124 M parameters) on this machine's CPU, as loaded as it will be")
     planner("profile", MODEL, "--device", "cpu", "--sequence-length", str(SEQUENCE_LENGTH), "--micro-batch-sizes",
-            MICRO_BATCH_SIZES, "--concurrency", str(RANKS), "-o", OUTPUT / "profile.json")  # fmt: skip
+            MICRO_BATCH_SIZES, "--concurrency", str(CONCURRENCY), "-o", OUTPUT / "profile.json")  # fmt: skip
     title("2. Measure the links between four local ranks under torchrun (gloo)")
     planner("links", "--ranks", str(RANKS), "-o", OUTPUT / "links.json", shown=8)
     title("3. Start the service and ask it over HTTP for a plan")
