@@ -23,7 +23,7 @@ RECENT_PLANS = 20
 MAX_PICTURED_ACTIONS = 4000
 """A longer schedule makes a picture of many megabytes; the page links to it instead."""
 HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src 'self'; base-uri 'none'",
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src 'self' data:; base-uri 'none'",
     "X-Content-Type-Options": "nosniff",
 }
 STYLE = """
@@ -102,7 +102,7 @@ def _table_row(row: PlanRow) -> str:
 
 def _page(title: str, body: str) -> HTMLResponse:
     html = (
-        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{escape(title)}</title>"
+        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><link rel='icon' href='data:,'><title>{escape(title)}</title>"
         f"<meta name='viewport' content='width=device-width'><style>{STYLE}</style></head><body>{body}</body></html>"
     )
     return HTMLResponse(html, headers=HEADERS)

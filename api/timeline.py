@@ -12,10 +12,9 @@ if TYPE_CHECKING:
 
 def predicted_timeline(plan: Plan, profile: ModelProfile) -> Timeline:
     """One training step of the plan, rank by rank."""
-    from planner.schedule.timeline import from_simulation
-
-    from planner.cost import stage_durations
+    from planner.cost import stage_durations, stage_tails
     from planner.schedule import build, simulate
+    from planner.schedule.timeline import EventKind, from_simulation
 
     schedule = build(
         plan.layout.schedule,
@@ -23,4 +22,6 @@ def predicted_timeline(plan: Plan, profile: ModelProfile) -> Timeline:
         micro_batches=plan.micro_batches,
         virtual_stages=plan.layout.virtual_stages_per_rank,
     )
-    return from_simulation(simulate(schedule, stage_durations(plan, profile)), title="predicted")
+    kinds = (EventKind.REDUCE, EventKind.OPTIMIZER)
+    after = [tuple(zip(kinds, tail, strict=True)) for tail in stage_tails(plan, profile)]
+    return from_simulation(simulate(schedule, stage_durations(plan, profile)), title="predicted", after=after)

@@ -54,14 +54,16 @@ async def create_plan(body: PlanCreate, request: Request, parts: ServicesDepende
     The plan's id is the sha256 of the canonical request: the same request gets the same plan, solved once.
     "No plan fits" is an answer too: status `infeasible`, with the reasons and the nearest misses.
     """
-    parts.metrics.plan_requests.add()
     profile, wanted = await run_in_threadpool(_request_of, body, parts)
     known = await run_in_threadpool(parts.store.plan, wanted.id)
     if known is not None and known[0].final:
+        parts.metrics.plan_requests.add()
         parts.metrics.cache_hits.add()
         return _answer(request, StoredResult(*known), cache="hit")
     await run_in_threadpool(parts.profiles.add, profile)
     job = await parts.jobs.submit(wanted, wanted.profile_id)
+    # Counted when it has joined its job: who sees the count and cancels then cancels this request's job too.
+    parts.metrics.plan_requests.add()
     job = await parts.jobs.finished(job.id, wait)
     return await run_in_threadpool(_after_wait, request, parts, job, wait)
 

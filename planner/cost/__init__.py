@@ -13,6 +13,7 @@ from planner.cost.step import (
     predict_step,
     schedule_of,
     stage_durations,
+    stage_tails,
     tail_ticks,
 )
 from planner.cost.workload import Workload, workload
@@ -39,6 +40,7 @@ __all__ = [
     "stage_durations",
     "stage_memory",
     "stage_ranks",
+    "stage_tails",
     "tail_ticks",
     "workload",
 ]

@@ -152,10 +152,7 @@ def _breakdown(costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLay
 
 def stage_durations(plan: Plan, profile: ModelProfile) -> Durations:
     """Seconds of every stage of a plan, as the simulator takes them."""
-    costs = layout_costs(workload(profile, plan.request.cluster, plan.request.job), plan.layout)
-    order = {layer.name: index for index, layer in enumerate(profile.layers)}
-    stage_map = [[(order[layer.name], layer.recompute) for layer in stage.layers] for stage in plan.stages]
-    in_ticks = durations(costs, choose(costs, stage_map))
+    in_ticks = durations(*_planned(plan, profile))
     return Durations(
         forward=_seconds(in_ticks.forward),
         backward_input=_seconds(in_ticks.backward_input),
@@ -164,6 +161,19 @@ def stage_durations(plan: Plan, profile: ModelProfile) -> Durations:
         transfer_forward=_seconds(in_ticks.transfer_forward),
         transfer_backward=_seconds(in_ticks.transfer_backward),
     )
+
+
+def stage_tails(plan: Plan, profile: ModelProfile) -> tuple[tuple[float, ...], ...]:
+    """Seconds of (gradient reduction, optimizer) of every pipeline rank of a plan, after its last action."""
+    return tuple(_seconds(tail) for tail in tail_ticks(*_planned(plan, profile)))
+
+
+def _planned(plan: Plan, profile: ModelProfile) -> tuple[LayoutCosts, tuple[StageLayers, ...]]:
+    """The plan's layout and stages, priced again."""
+    costs = layout_costs(workload(profile, plan.request.cluster, plan.request.job), plan.layout)
+    order = {layer.name: index for index, layer in enumerate(profile.layers)}
+    stage_map = [[(order[layer.name], layer.recompute) for layer in stage.layers] for stage in plan.stages]
+    return costs, choose(costs, stage_map)
 
 
 def _seconds(in_ticks: Sequence[float]) -> tuple[float, ...]:
