@@ -102,7 +102,8 @@ def _table_row(row: PlanRow) -> str:
 
 def _page(title: str, body: str) -> HTMLResponse:
     html = (
-        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><link rel='icon' href='data:,'><title>{escape(title)}</title>"
+        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{escape(title)}</title>"
+        "<link rel='icon' href='data:,'>"
         f"<meta name='viewport' content='width=device-width'><style>{STYLE}</style></head><body>{body}</body></html>"
     )
     return HTMLResponse(html, headers=HEADERS)
