@@ -50,6 +50,7 @@ def cheapest_modes(
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 0
+    solver.parameters.catch_sigint_signal = False  # Ctrl-C is the caller's
     if solver.solve(model) != cp_model.OPTIMAL:
         return None
     left = {options: [int(solver.value(count)) for count in counts[options]] for options in kinds}

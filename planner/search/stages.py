@@ -63,6 +63,7 @@ def choose_segments(
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1  # several workers race: the same request could give another plan
     solver.parameters.random_seed = 0
+    solver.parameters.catch_sigint_signal = False  # Ctrl-C is the caller's
     solver.parameters.max_time_in_seconds = max(0.01, effort.seconds)
     solver.parameters.max_deterministic_time = effort.deterministic
     status = solver.solve(model)
