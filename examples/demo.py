@@ -173,10 +173,8 @@ def finish(plan: dict[str, Any], seconds: float) -> int:
     predicted, real = plan["prediction"]["step_seconds"], measured["median_step_seconds"]
     say(f"step: predicted {predicted:.3f} s, measured {real:.3f} s ({100 * (predicted / real - 1):+.1f} %)")
     if CONCURRENCY < RANKS:
-        say(
-            f"({RANKS} ranks share {CONCURRENCY} cores here: while more of them compute at once they slow each other, which"
-        )
-        say("the cost model does not know; devices of their own do not)")
+        say(f"({RANKS} ranks share {CONCURRENCY} cores here: while more than {CONCURRENCY} compute at once they slow")
+        say("each other, which the cost model does not know; ranks with a device of their own do not)")
     say(f"loss: {measured['losses'][0]:.3f} -> {measured['losses'][-1]:.3f} after {measured['steps']} steps")
     say(f"all of it took {seconds:.0f} s; look at {OUTPUT / 'timeline.html'}, or open the traces in ui.perfetto.dev")
     return 0 if measured["losses"][-1] < measured["losses"][0] else 1
