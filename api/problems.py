@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -22,10 +21,9 @@ from starlette.exceptions import HTTPException
 from api.documents import ErrorItem, ProblemDocument
 from api.errors import InternalError, MediaTypeError, MethodError, NotFoundError, ServiceError, status_of
 from planner.errors import DocumentError, PlannerError, Problem
-from planner.spec.document import path_of, problems_of
+from planner.spec.document import Location, located_problems, path_of
 
 MEDIA_TYPE = "application/problem+json"
-Location = tuple[int | str, ...]
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
     "default": {
@@ -172,36 +170,8 @@ def _body_problems(kind: type[BaseModel], data: Any) -> list[tuple[Problem, str 
     try:
         kind.model_validate(data)
     except ValidationError as error:
-        pairs = zip(error.errors(include_url=False), problems_of(error, kind), strict=True)
-        return _deepest([(_real_location(details, data), problem) for details, problem in pairs])
+        return [(problem, json_pointer(location)) for location, problem in located_problems(error, kind, data)]
     raise AssertionError(f"{kind.__name__} accepts a body that its endpoint refused")
-
-
-def _real_location(details: Any, data: Any) -> Location:
-    """Drop the names of union branches that pydantic mixes into the path: no such key stands in the data."""
-    real: list[int | str] = []
-    for part in details["loc"]:
-        if isinstance(data, list | dict) and _stands_in(part, data):
-            data = data[part]
-            real.append(part)
-    if details["type"] == "missing":
-        real.append(details["loc"][-1])
-    return tuple(real)
-
-
-def _stands_in(part: int | str, data: list[Any] | dict[str, Any]) -> bool:
-    if isinstance(data, dict):
-        return part in data
-    return isinstance(part, int) and part < len(data)
-
-
-def _deepest(found: list[tuple[Location, Problem]]) -> list[tuple[Problem, str | None]]:
-    """Of a union, keep only what is wrong with the branch that went furthest, and say each thing once."""
-    chosen: dict[tuple[Location, str], Problem] = {}
-    for location, problem in found:
-        if not any(len(other) > len(location) and other[: len(location)] == location for other, _ in found):
-            chosen[location, problem.message] = replace(problem, field=path_of(location))
-    return [(problem, json_pointer(location)) for (location, _), problem in chosen.items()]
 
 
 def json_pointer(location: Location) -> str:

@@ -79,10 +79,11 @@ def load_settings(
         {name: (value, "") for name, value in (overrides or {}).items() if value is not None},
     ]
     merged = {name: found for source in sources for name, found in source.items()}
+    given = {name: value for name, (value, _) in merged.items()}
     try:
-        return Settings.model_validate({name: value for name, (value, _) in merged.items()})
+        return Settings.model_validate(given)
     except ValidationError as error:
-        problems = tuple(_with_source(problem, merged) for problem in problems_of(error, Settings))
+        problems = tuple(_with_source(problem, merged) for problem in problems_of(error, Settings, given))
         raise DocumentError("", problems=problems) from None
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from planner.errors import DocumentError, Problem
 
+Location = tuple[int | str, ...]
+"""Keys and indices that lead to a value."""
 DocumentType = TypeVar("DocumentType", bound="Document")
 
 
@@ -43,7 +46,7 @@ def parse(kind: type[DocumentType], data: Any, *, where: str = "") -> DocumentTy
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        problems = problems_of(error, kind, prefix=where)
+        problems = problems_of(error, kind, data, prefix=where)
         raise DocumentError("", problems=problems) from None
 
 
@@ -99,16 +102,53 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def problems_of(error: ValidationError, kind: type[BaseModel], *, prefix: str = "") -> tuple[Problem, ...]:
-    """One `Problem` per mistake that pydantic found."""
-    return tuple(_problem(details, kind, prefix) for details in error.errors(include_url=False))
+def problems_of(error: ValidationError, kind: type[BaseModel], data: Any, *, prefix: str = "") -> tuple[Problem, ...]:
+    """One `Problem` per mistake that pydantic found in the data; `prefix` stands before every field."""
+    return tuple(
+        replace(problem, field=": ".join(part for part in (prefix, problem.field) if part))
+        for _, problem in located_problems(error, kind, data)
+    )
 
 
-def _problem(details: Any, kind: type[BaseModel], prefix: str) -> Problem:
-    field = ": ".join(part for part in (prefix, path_of(details["loc"])) if part)
+def located_problems(error: ValidationError, kind: type[BaseModel], data: Any) -> tuple[tuple[Location, Problem], ...]:
+    """The same with where each mistake stands in the data.
+
+    Of a union, only what is wrong with the branch that went furthest is told, and each thing once.
+    """
+    found = []
+    for details in error.errors(include_url=False):
+        location = _real_location(details, data)
+        found.append((location, _problem(details, kind, location)))
+    chosen: dict[tuple[Location, str], Problem] = {}
+    for location, problem in found:
+        if not any(len(other) > len(location) and other[: len(location)] == location for other, _ in found):
+            chosen[location, problem.message] = problem
+    return tuple((location, problem) for (location, _), problem in chosen.items())
+
+
+def _real_location(details: Any, data: Any) -> Location:
+    """Drop the names of union branches that pydantic mixes into the path: no such key stands in the data."""
+    real: list[int | str] = []
+    for part in details["loc"]:
+        if isinstance(data, list | dict) and _stands_in(part, data):
+            data = data[part]
+            real.append(part)
+    if details["type"] == "missing":
+        real.append(details["loc"][-1])
+    return tuple(real)
+
+
+def _stands_in(part: int | str, data: list[Any] | dict[str, Any]) -> bool:
+    if isinstance(data, dict):
+        return part in data
+    return isinstance(part, int) and part < len(data)
+
+
+def _problem(details: Any, kind: type[BaseModel], location: Location) -> Problem:
+    field = path_of(location)
     value = _short(details.get("input"))
     if details["type"] == "extra_forbidden":
-        known = _fields_at(kind, details["loc"][:-1])
+        known = _fields_at(kind, location[:-1])
         mend = f"remove it, or use one of: {', '.join(known)}." if known else "remove it."
         return Problem(field, f"unknown field (value {value}).", mend)
     if details["type"] == "missing":
@@ -124,10 +164,12 @@ def _mend(details: Any) -> str:
             return f"give a number {words} {context[key]}."
     if "expected" in context:
         return f"give {context['expected']}."
+    if details["type"].startswith(("int_", "float_")):
+        return "give a plain number, in the unit that the field's name ends with."
     return ""
 
 
-def path_of(location: tuple[int | str, ...]) -> str:
+def path_of(location: Location) -> str:
     """``("stages", 0, "index")`` -> ``stages[0].index``."""
     text = ""
     for part in location:
@@ -140,7 +182,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _fields_at(kind: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+def _fields_at(kind: type[BaseModel], location: Location) -> list[str]:
     """Names of the fields of the document that stands at `location` inside `kind`, as far as it can be told."""
     current: Any = kind
     for part in location:

@@ -1,0 +1,116 @@
+"""Reading documents: every mistake is told with its field, its value and its mend, and told once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.errors import DocumentError
+from planner.spec import Cluster, Job, ModelProfile, canonical_json, digest, parse, read
+
+GROUP: dict[str, Any] = {"device": "a100-sxm4-80gb", "nodes": 1, "devices_per_node": 8}
+DEVICE: dict[str, Any] = {"id": "mine", "memory_bytes": 1}
+
+
+def mistakes(kind: Any, data: Any) -> list[tuple[str, str, str]]:
+    """(field, message, mend) of every problem."""
+    with pytest.raises(DocumentError) as caught:
+        parse(kind, data)
+    return [(problem.field, problem.message, problem.mend) for problem in caught.value.problems]
+
+
+def test_unknown_field_is_named_with_those_that_are_known() -> None:
+    """A misspelt field is told with its value, and the fields of that very document are listed."""
+    [(field, message, mend)] = mistakes(Cluster, {"node_groups": [GROUP | {"nodse": 3}]})
+    assert field == "node_groups[0].nodse"
+    assert "unknown field (value 3)" in message
+    assert "devices_per_node" in mend
+    assert "global_batch_size" not in mend
+
+
+@pytest.mark.parametrize(
+    ("value", "message", "mend"),
+    [
+        ("80 GB", "valid integer", "unit that the field's name ends with"),
+        (-4, "greater than 0, got -4", "more than 0"),
+        (1.5, "valid integer", "unit that the field's name ends with"),
+    ],
+)
+def test_a_mistake_inside_a_choice_of_types_is_told_once(value: Any, message: str, mend: str) -> None:
+    """A device may be an id or a data sheet; of a wrong data sheet only the wrong field is told."""
+    [found] = mistakes(Cluster, {"node_groups": [GROUP | {"device": DEVICE | {"memory_bytes": value}}]})
+    assert found[0] == "node_groups[0].device.memory_bytes"
+    assert message in found[1]
+    assert mend in found[2]
+
+
+def test_every_mistake_is_told() -> None:
+    """Two mistakes are two problems."""
+    assert {field for field, _, _ in mistakes(Job, {"sequence_length": -1})} == {"global_batch_size", "sequence_length"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.json", '{"global_batch_size": 8', "is not valid JSON"),
+        ("a.json", '{"global_batch_size": NaN}', "NaN is not a JSON number"),
+        ("a.yaml", "a: [1", "is not valid YAML"),
+        ("a.toml", "a = ", "is not valid TOML"),
+    ],
+)
+def test_corrupted_files_are_told_by_their_format(tmp_path: Path, name: str, text: str, said: str) -> None:
+    """A file that cannot be read as its name ends names the format and the place."""
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(DocumentError, match=said):
+        read(Job, path)
+
+
+def test_missing_file_is_told(tmp_path: Path) -> None:
+    """A path that leads nowhere is named."""
+    with pytest.raises(DocumentError, match="there is no such file"):
+        read(Job, tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("suffix", [".json", ".yaml", ".toml"])
+def test_the_same_document_in_every_format(tmp_path: Path, suffix: str) -> None:
+    """JSON, YAML and TOML say the same."""
+    texts = {
+        ".json": '{"global_batch_size": 8, "sequence_length": 64}',
+        ".yaml": "global_batch_size: 8\nsequence_length: 64\n",
+        ".toml": "global_batch_size = 8\nsequence_length = 64\n",
+    }
+    path = tmp_path / f"job{suffix}"
+    path.write_text(texts[suffix], encoding="utf-8")
+    assert read(Job, path) == Job(global_batch_size=8, sequence_length=64)
+
+
+def test_digest_does_not_depend_on_the_order_of_keys() -> None:
+    """The hash is of the canonical text."""
+    assert canonical_json({"b": 1, "a": [1.5, None]}) == '{"a":[1.5,null],"b":1}'
+    assert digest({"b": 1, "a": 2}) == digest({"a": 2, "b": 1})
+
+
+def test_skip_edges_must_go_forward_and_name_layers() -> None:
+    """An edge to an unknown or an earlier layer is refused by name."""
+    row = {
+        "micro_batch_size": 1,
+        "sequence_length": 0,
+        "forward_flops": 1,
+        "backward_input_flops": 1,
+        "backward_weight_flops": 1,
+        "activation_bytes": 1,
+        "output_bytes": 1,
+        "temporary_bytes": 0,
+        "source": "counted",
+    }
+    layers = [{"name": name, "kind": "k", "parameters": 1, "measurements": [row]} for name in "ab"]
+    document = {"model": "m", "device": "counted", "layers": layers}
+    for edge, said in (
+        ({"from": "a", "to": "c"}, "'c', which is not in layers"),
+        ({"from": "b", "to": "a"}, "'b' must stand before 'a'"),
+    ):
+        [(_, message, _)] = mistakes(ModelProfile, document | {"edges": [edge | {"bytes": 1}]})
+        assert said in message
