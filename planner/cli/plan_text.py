@@ -76,9 +76,10 @@ def proof_line(search: SearchReport) -> str:
 
 
 def _counts(search: SearchReport) -> str:
+    left = search.layouts_considered - search.layouts_pruned - search.layouts_solved
     return (
         f"{search.layouts_considered} layouts considered, {search.layouts_pruned} pruned by their bound, "
-        f"{search.layouts_solved} solved, in {seconds(search.seconds)}"
+        f"{search.layouts_solved} solved{f', {left} left open' if left else ''}, in {seconds(search.seconds)}"
     )
 
 

@@ -7,8 +7,9 @@ last digit. Per layer l, recompute mode r, micro-batch:
                                                                                             -> LayerCost.forward_ticks
     (T2)  b(l,r) = input gradient + weight gradient + its backward collectives
                    + recomputation (with the forward collectives again)                     -> LayerCost.backward_ticks
-    (T3)  u(l)   = optimizer step over the layer's parameters: measured, else the bytes it reads and writes over the
-                   memory bandwidth                                                         -> optimizer_ticks
+    (T3)  u(l)   = optimizer step over the layer's parameters: measured for AdamW, times the bytes that the job's
+                   optimizer moves / those that AdamW moves; else the bytes that it reads and writes over the memory
+                   bandwidth                                                                -> optimizer_ticks
     (T4)  g(l)   = all-reduce of the layer's gradients over the data-parallel group (ZeRO 1 and 2: reduce-scatter and
                    all-gather; ZeRO 3: one all-gather more), its latency apart (`reduction_latency_ticks`, once per
                    stage); not hidden behind backward, so an upper bound
@@ -31,6 +32,7 @@ from planner.errors import MismatchError, UnsupportedError
 from planner.spec.cluster import Link
 from planner.spec.layout import Layout
 from planner.spec.profile import CollectiveName, Measurement, RecomputeMode
+from planner.spec.recipes import OgpRecipe, recipe
 
 TICK_SECONDS = 1e-9
 
@@ -195,6 +197,11 @@ def _rows(work: Workload, layout: Layout) -> tuple[dict[RecomputeMode, Measureme
     return found
 
 
+def moved_bytes(ogp: OgpRecipe) -> int:
+    """Bytes per parameter that a step reads and writes: states and parameters both ways, gradients once."""
+    return 2 * ogp.optimizer_bytes + ogp.gradient_bytes + 2 * ogp.parameter_bytes
+
+
 @dataclass(frozen=True, slots=True)
 class _LayerPricing:
     """Prices the measurement rows of one layer."""
@@ -267,12 +274,13 @@ class _LayerPricing:
     def _optimizer_ticks(self, parameters: int) -> int:
         shards = self.layout.data_parallel_degree if self.layout.zero_stage else 1
         if self.plain.optimizer_seconds is not None:
-            return ticks(self.plain.optimizer_seconds / shards)
+            adamw = recipe(self.work.job.precision, "adamw")
+            share = moved_bytes(self.work.recipe) / moved_bytes(adamw)
+            return ticks(self.plain.optimizer_seconds * share / shards)
         bandwidth = self.work.device.memory_bandwidth_bytes_per_second
         if bandwidth is None:
             return 0
-        ogp = self.work.recipe
-        moved = parameters * (2 * ogp.optimizer_bytes + ogp.gradient_bytes + 2 * ogp.parameter_bytes)
+        moved = parameters * moved_bytes(self.work.recipe)
         return ticks(moved / shards / (bandwidth * E_MEMORY))
 
     def _reduction_ticks(self, parameters: int) -> int:

@@ -13,11 +13,6 @@ from planner.spec.layout import Layout
 from planner.spec.plan import RankPlacement
 
 
-def global_rank(layout: Layout, *, pipeline: int, data: int, tensor: int) -> int:
-    """Equation (P1)."""
-    return (pipeline * layout.data_parallel_degree + data) * layout.tensor_parallel_degree + tensor
-
-
 def placement(layout: Layout, devices_per_node: int) -> tuple[RankPlacement, ...]:
     """One row per global rank, in order."""
     rows = []

@@ -15,8 +15,6 @@ from planner.spec.plan import Plan, RankPlacement
 
 RECOMPUTE_MODES = ("none", "full")
 ACTION_KINDS = ("F", "B")
-AXES = ("pipeline", "data", "tensor")
-"""Axes of the device mesh, outermost first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ forward ticks f, cheapest backward ticks b, and W = sum of f + b over all layers
     (B3)  T >= sum of F(k) over k < s + M w(s) + tail(s): a rank reduces and updates after its own work; the mean over
           all ranks is (M W + sum of all tails) / P                                                -> lower_bound()
 
-All three stand for every stage as constraints in the solver's model too (`planner.search.stages`).
+They are cheap and weak; a layout that they leave open is bounded over its segments next (`planner.search.paths`).
 """
 
 from __future__ import annotations

@@ -97,6 +97,7 @@ def explanation(best: Candidate, prediction: Prediction, found: Found) -> tuple[
         if report.optimal
         else f"not proven: the bound is {report.lower_bound_seconds:.4g} s, {100 * report.gap:.2g} % below"
     )
+    left = report.layouts_considered - report.layouts_solved - report.layouts_pruned
     return (
         f"data {layout.data_parallel_degree} x tensor {layout.tensor_parallel_degree} x pipeline "
         f"{layout.pipeline_parallel_degree}, {best.costs.micro_batches} micro-batches of {layout.micro_batch_size} "
@@ -105,7 +106,7 @@ def explanation(best: Candidate, prediction: Prediction, found: Found) -> tuple[
         f"The fullest device is on pipeline rank {fullest.pipeline_rank}: {fullest.peak_bytes / 2**30:.2f} of "
         f"{fullest.capacity_bytes / 2**30:.2f} GiB.",
         f"Of {report.layouts_considered} layouts {report.layouts_solved} were solved and {report.layouts_pruned} "
-        f"excluded by their bounds; {proof}.",
+        f"excluded by their bounds{f', {left} left open' if left else ''}; {proof}.",
     )
 
 

@@ -94,9 +94,10 @@ class _State:
         incumbent = self.best.ticks if self.best else None
         bound = min(left, self.limit_ticks)
         gap = (incumbent - bound) / incumbent if incumbent else 0.0
+        still_open = sum(layout.bound_ticks < self.limit_ticks for layout in self.heap)
         return SearchReport(
             layouts_considered=self.considered,
-            layouts_pruned=self.considered - self.solved,
+            layouts_pruned=self.considered - self.solved - still_open,
             layouts_solved=self.solved,
             seconds=round(time.monotonic() - self.started, 3),
             lower_bound_seconds=bound * TICK_SECONDS if bound < NO_LIMIT else 0.0,
@@ -152,10 +153,11 @@ def _take_up(state: _State, layout: Open) -> None:
     if not layout.is_tight:
         state.push(Open(bound, layout.order, True, layout.costs, layout.modes))
         return
-    state.solved += 1
     inside = search.finish(state.seconds_left)
     state.take(inside, layout.costs)
-    if inside.outcome is Outcome.STOPPED:
+    if inside.outcome is not Outcome.STOPPED:
+        state.solved += 1
+    else:
         state.push(Open(max(bound, inside.bound_ticks), layout.order, True, layout.costs, layout.modes))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -203,8 +202,3 @@ def _document_in(annotation: Any) -> Any:
         if found is not None:
             return found
     return None
-
-
-def is_close(left: float, right: float, *, relative: float = 1e-9) -> bool:
-    """Equal up to rounding."""
-    return math.isclose(left, right, rel_tol=relative, abs_tol=1e-12)

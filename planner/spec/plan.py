@@ -103,6 +103,7 @@ class SearchReport(Document):
     layouts_pruned: int
     """Not solved, because their lower bound is no better than the plan, or they cannot fit."""
     layouts_solved: int
+    """To the end. What is neither pruned nor solved was left open when the search was stopped."""
     seconds: float
     lower_bound_seconds: float
     """No plan of the space is faster under the cost model."""

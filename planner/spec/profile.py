@@ -64,7 +64,8 @@ class Measurement(Document):
     """Both without the recomputation."""
     recompute_seconds: float | None = Field(default=None, ge=0)
     optimizer_seconds: float | None = Field(default=None, ge=0)
-    """One optimizer step over this rank's parameters of the layer, when measured."""
+    """One AdamW step over this rank's parameters of the layer, when measured; another optimizer is priced by the bytes
+    that it moves / those that AdamW moves."""
     activation_bytes: int = Field(ge=0)
     """Kept from forward to backward: the layer's input where the layer keeps it, never its output, never parameters."""
     output_bytes: int = Field(ge=0)

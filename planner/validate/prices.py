@@ -170,16 +170,18 @@ class Prices:
         return nanoseconds(scatter + (2 if zero == 3 else 1) * gather)
 
     def _update(self, row: Measurement, elements: int) -> int:
-        """Equation (T3): measured, else states and parameters read and written, gradients read."""
+        """Equation (T3): states and parameters read and written, gradients read; measured for AdamW."""
         shards = self.facts.layout.data_parallel_degree if self.facts.layout.zero_stage else 1
+        adamw = recipe(self.facts.job.precision, "adamw")
+        per_element, of_adamw = (
+            2 * ogp.optimizer_bytes + ogp.gradient_bytes + 2 * ogp.parameter_bytes for ogp in (self._ogp, adamw)
+        )
         if row.optimizer_seconds is not None:
-            return nanoseconds(row.optimizer_seconds / shards)
+            return nanoseconds(row.optimizer_seconds * (per_element / of_adamw) / shards)
         bandwidth = self.facts.device.memory_bandwidth_bytes_per_second
         if bandwidth is None:
             return 0
-        ogp = self._ogp
-        moved = elements * (2 * ogp.optimizer_bytes + ogp.gradient_bytes + 2 * ogp.parameter_bytes)
-        return nanoseconds(moved / shards / (bandwidth * MEMORY_EFFICIENCY))
+        return nanoseconds(elements * per_element / shards / (bandwidth * MEMORY_EFFICIENCY))
 
     def _shards(self) -> tuple[int, int, int]:
         """What ZeRO divides parameters, gradients and optimizer states by (Rajbhandari et al. 2020)."""

@@ -66,6 +66,14 @@ def test_measured_optimizer_stands() -> None:
     assert only(costs_of(model, data_parallel_degree=4, zero_stage=1)).optimizer_ticks == 2 * MICROSECOND
 
 
+def test_measured_optimizer_follows_the_job() -> None:
+    """(T3): bf16 SGD moves 2 x 2 + 2 = 6 bytes per parameter where AdamW moves 14, so it takes 6 / 14 of its time."""
+    model = one_layer(optimizer=14e-6)
+    adamw = costs_of(model, step=job(optimizer="adamw", precision="bf16"))
+    sgd = costs_of(model, step=job(optimizer="sgd", precision="bf16"))
+    assert (only(adamw).optimizer_ticks, only(sgd).optimizer_ticks) == (14 * MICROSECOND, 6 * MICROSECOND)
+
+
 def test_optimizer_by_the_bytes_it_moves() -> None:
     """(T3): mixed Adam reads and writes 12 bytes of states and 2 of parameters and reads 2 of gradients: 30 bytes."""
     model = one_layer(optimizer=None, parameters=850_000)

@@ -121,6 +121,18 @@ def test_stopped_at_once_is_not_a_proof() -> None:
     assert not found.search.optimal
 
 
+def test_layouts_left_open_are_not_called_pruned() -> None:
+    """A stopped search counts as pruned only what its bounds exclude; a proven one leaves nothing open."""
+    model = rugged()
+    proven = solved(model).search
+    assert proven.layouts_pruned + proven.layouts_solved == proven.layouts_considered
+    stopped = plan(request(model, CLUSTER, job(32)), model, callbacks=Callbacks(should_stop=lambda: True))
+    assert isinstance(stopped, Infeasible)
+    assert stopped.search is not None
+    assert stopped.search.layouts_solved == 0
+    assert stopped.search.layouts_pruned < stopped.search.layouts_considered
+
+
 def test_time_limit_is_a_stop() -> None:
     """The least time limit ends like a stop: an answer, and no false proof."""
     model = rugged(16)
