@@ -1,6 +1,6 @@
 """Documents that pass between people, services and ranks: profile, cluster, job, layout, plan, measured run."""
 
-from planner.spec.cluster import Cluster, DeviceSpec, Link, LinkMeasurement, NodeGroup
+from planner.spec.cluster import Cluster, DeviceSpec, Link, LinkFit, LinkMeasurement, Links, NodeGroup
 from planner.spec.document import Document, canonical_json, digest, parse, read, read_data
 from planner.spec.job import Job
 from planner.spec.layout import Layout, PredictionLayout
@@ -19,6 +19,7 @@ SCHEMAS: dict[str, type[Document]] = {
     "measured": MeasuredRun,
     "options": Options,
     "link": Link,
+    "links": Links,
 }
 """Documents that `planner schema NAME` prints."""
 
@@ -33,7 +34,9 @@ __all__ = [
     "LayerProfile",
     "Layout",
     "Link",
+    "LinkFit",
     "LinkMeasurement",
+    "Links",
     "MeasuredRun",
     "Measurement",
     "ModelProfile",

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from planner.spec.document import Document
 
+OperationName = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "point_to_point"]
 
 class DeviceSpec(Document):
     """One accelerator (or CPU rank), by its data sheet or as measured. Dense FLOPs, never sparse ones."""
@@ -31,11 +32,26 @@ class DeviceSpec(Document):
 class LinkMeasurement(Document):
     """One row of `planner links`."""
 
-    operation: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "point_to_point"]
+    operation: OperationName
     bytes: int = Field(gt=0)
     """Of the full tensor."""
     ranks: int = Field(ge=2)
+    nodes: int = Field(default=1, ge=1)
+    """Nodes that the group spans, with equally many ranks on each."""
     seconds: float = Field(gt=0)
+    relative_spread: float | None = Field(default=None, ge=0)
+    """Interquartile range of the samples / their median."""
+
+
+class LinkFit(Document):
+    """Latency and bandwidth of one operation by itself, fitted to its own rows."""
+
+    operation: OperationName
+    latency_seconds: float = Field(ge=0)
+    """Of one hop."""
+    bandwidth_bytes_per_second: float = Field(gt=0)
+    relative_residual: float = Field(ge=0)
+    """Root mean square of log(predicted / measured): 0.1 is typically 10 % off."""
 
 
 class Link(Document):
@@ -44,8 +60,23 @@ class Link(Document):
     latency_seconds: float = Field(ge=0)
     bandwidth_bytes_per_second: float = Field(gt=0)
     """Of one device, one direction."""
+    relative_residual: float | None = Field(default=None, ge=0)
+    """Of this one fit over all operations; see `LinkFit`."""
+    fits: tuple[LinkFit, ...] = ()
+    """The same formulas fitted operation by operation: closer, because implementations differ in their algorithms."""
+    overlap_slowdown: float | None = Field(default=None, ge=1)
+    """Seconds of compute while a collective of this level runs beside it / seconds alone; None: not measured."""
     measurements: tuple[LinkMeasurement, ...] = ()
     """The measured table that latency and bandwidth were fitted to, kept for the reader."""
+
+
+class Links(Document):
+    """What `planner links` writes when the ranks stand on several nodes: the two links of a node group."""
+
+    intra_node: Link | None = None
+    """None: one rank on every node."""
+    inter_node: Link | None = None
+    """None: one node."""
 
 
 class NodeGroup(Document):

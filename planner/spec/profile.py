@@ -78,6 +78,8 @@ class Measurement(Document):
     """Bytes the forward's kernels read and write."""
     operations: tuple[Operation, ...] = ()
     collectives: tuple[Collective, ...] = ()
+    relative_spread: float | None = Field(default=None, ge=0)
+    """Of the measured seconds: interquartile range of the samples / their median."""
     source: Literal["measured", "counted"]
 
     @model_validator(mode="after")
