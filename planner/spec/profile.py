@@ -31,11 +31,15 @@ class Operation(Document):
     n: int = Field(default=0, ge=0)
     k: int = Field(default=0, ge=0)
     """Sizes of a matmul (m, k) x (k, n); zero otherwise."""
+    batch: int = Field(default=1, ge=1)
+    """Products of this size that one run does (batched matrix product)."""
 
 
 class Collective(Document):
-    """Exchanges of one layer and micro-batch inside its tensor-parallel group."""
+    """Exchanges of one layer and micro-batch inside one of its groups."""
 
+    group: Literal["tensor", "context", "expert"] = "tensor"
+    """Whose ranks take part; the expert-parallel group lies inside the data-parallel ranks."""
     phase: Literal["forward", "backward"]
     operation: CollectiveName
     bytes: int = Field(ge=0)
@@ -51,6 +55,10 @@ class Measurement(Document):
     sequence_length: int = Field(ge=0)
     """Tokens per sample; 0 for models without a sequence."""
     tensor_parallel_degree: int = Field(default=1, ge=1)
+    context_parallel_degree: int = Field(default=1, ge=1)
+    expert_parallel_degree: int = Field(default=1, ge=1)
+    sequence_parallel: bool = False
+    """Activations outside the tensor-parallel regions are split along the sequence (Korthikanti et al. 2022)."""
     recompute: RecomputeMode = "none"
     forward_flops: int = Field(ge=0)
     backward_input_flops: int = Field(ge=0)
@@ -74,6 +82,8 @@ class Measurement(Document):
     """Peak inside forward or backward above what is kept."""
     local_parameters: int | None = Field(default=None, ge=0)
     """Parameters (elements) of this rank's shard; None: parameters / tensor_parallel_degree, rounded up."""
+    local_expert_parameters: int = Field(default=0, ge=0)
+    """Those of them that the expert-parallel group splits: reduced over data ranks / expert-parallel degree."""
     forward_bytes: int = Field(default=0, ge=0)
     """Bytes the forward's kernels read and write."""
     operations: tuple[Operation, ...] = ()
