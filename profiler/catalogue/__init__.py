@@ -32,6 +32,8 @@ class CatalogueEntry(Document):
     """Tokens; 0 for models without a sequence."""
     citation: str
     """Where the figures stand."""
+    repository: str = ""
+    """Hugging Face repository whose config.json has these widths; empty when a paper gives them all."""
     config: dict[str, Any] | None = None
     """Hugging Face configuration; None for a convolutional network."""
     vision: dict[str, Any] | None = None

@@ -17,16 +17,23 @@ load = cache(load_model)
 ROUNDING = 0.03
 """Published sizes are names such as 340M or 70B, rounded generously."""
 
+NORMS = {"gemma2": 4, "gemma3_text": 4}
+"""Norms of a block, before and after attention and feed-forward; 2 where only before."""
+LLAMA_LIKE = {"llama", "mistral", "qwen3", "gemma2", "gemma3_text"}
+HEAD_NORMS = {"qwen3", "gemma3_text"}
+"""Queries and keys are normalised per head."""
+
 
 def _llama_parameters(config: dict) -> int:
-    """Touvron et al. 2023: embedding, blocks of gated feed-forward and grouped attention, head."""
+    """Touvron et al. 2023: embedding, blocks of gated feed-forward and grouped attention, head if it is not tied."""
     width, heads = config["hidden_size"], config["num_attention_heads"]
     head = config.get("head_dim", width // heads)
     key_value = config["num_key_value_heads"] * head
     attention = width * heads * head * 2 + width * key_value * 2
-    norms = 2 * width + (2 * head if config["model_type"] == "qwen3" else 0)
+    norms = NORMS.get(config["model_type"], 2) * width + (2 * head if config["model_type"] in HEAD_NORMS else 0)
     block = attention + 3 * width * config["intermediate_size"] + norms
-    return 2 * config["vocab_size"] * width + config["num_hidden_layers"] * block + width
+    embeddings = 1 if config["tie_word_embeddings"] else 2
+    return embeddings * config["vocab_size"] * width + config["num_hidden_layers"] * block + width
 
 
 def _gpt_parameters(vocabulary: int, positions: int, layers: int, width: int) -> int:
@@ -37,7 +44,7 @@ def _gpt_parameters(vocabulary: int, positions: int, layers: int, width: int) ->
 
 def _expected(entry: catalogue.CatalogueEntry) -> int:
     config = entry.config or {}
-    if config.get("model_type") in ("llama", "mistral", "qwen3"):
+    if config.get("model_type") in LLAMA_LIKE:
         return _llama_parameters(config)
     if config.get("model_type") == "gpt2":
         return _gpt_parameters(config["vocab_size"], config["n_positions"], config["n_layer"], config["n_embd"])
