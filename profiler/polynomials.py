@@ -6,6 +6,9 @@ because kernels work sample by sample (linear in b), and token by token except f
 terms without b are those of weights and of tables that samples share. A maximum over time is no polynomial, so
 `LayerCount` carries its candidates, each of which is one: the greatest is taken after evaluation.
 
+A single sample may run other kernels than several (no copy to bring samples together, no sum over what is broadcast).
+Where it does, it has polynomials of its own, in s alone: c0 + c2 s + c4 s^2.
+
 Coefficients are whole numbers, stored without trailing zeros. Models without a sequence have s = 0: c0 + c1 b is left.
 """
 
@@ -53,10 +56,12 @@ def fit(values: Mapping[Size, int]) -> Polynomial:
         ArithmeticError: no polynomial of the form (1) with whole coefficients takes these values.
     """
     sizes = tuple(values)
-    terms = len(basis(sizes[0]))
-    known = list(values.values())[:terms]
-    rows = _inverse(sizes[:terms])
-    found = [int(sum((c * value for c, value in zip(row, known, strict=True)), Fraction())) for row in rows]
+    terms = _terms(sizes)
+    known = list(values.values())[: len(terms)]
+    rows = _inverse(sizes[: len(terms)], terms)
+    found = [0] * (terms[-1] + 1)
+    for term, row in zip(terms, rows, strict=True):
+        found[term] = int(sum((c * value for c, value in zip(row, known, strict=True)), Fraction()))
     if any(evaluate(found, size) != value for size, value in values.items()):
         raise ArithmeticError(f"no polynomial with whole coefficients takes the values {dict(values)}")
     while found and found[-1] == 0:
@@ -64,11 +69,17 @@ def fit(values: Mapping[Size, int]) -> Polynomial:
     return tuple(found)
 
 
+def _terms(sizes: tuple[Size, ...]) -> tuple[int, ...]:
+    """Which terms of the basis the sizes tell apart: for one sample alone, those without b."""
+    terms = range(len(basis(sizes[0])))
+    return tuple(terms[::2] if all(samples == 1 for samples, _ in sizes) else terms)
+
+
 @cache
-def _inverse(sizes: tuple[Size, ...]) -> tuple[tuple[Fraction, ...], ...]:
-    """Inverse of the matrix of basis vectors, by Gauss-Jordan elimination over the rationals."""
+def _inverse(sizes: tuple[Size, ...], terms: tuple[int, ...]) -> tuple[tuple[Fraction, ...], ...]:
+    """Inverse of the matrix of these terms of the basis vectors, by Gauss-Jordan elimination over the rationals."""
     width = len(sizes)
-    rows = [[Fraction(value) for value in basis(size)] for size in sizes]
+    rows = [[Fraction(basis(size)[term]) for term in terms] for size in sizes]
     rows = [row + [Fraction(int(i == j)) for j in range(width)] for i, row in enumerate(rows)]
     for column in range(width):
         pivot = next((i for i in range(column, width) if rows[i][column]), None)
@@ -142,7 +153,9 @@ def _dominates(left: Polynomial, right: Polynomial) -> bool:
 
 
 def evaluate_layer(data: Mapping[str, Any], size: Size) -> LayerCount:
-    """The count that `fit_layer`'s data gives at a size."""
+    """The count that `fit_layer`'s data gives at a size; ``one_sample`` holds the data of a single one that differs."""
+    if size[0] == 1:
+        data = data.get("one_sample", data)
     terms = basis(size)
 
     def value(polynomial: Sequence[int]) -> int:

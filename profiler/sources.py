@@ -124,10 +124,15 @@ def _auto_class(config: Any, where: str) -> Any:
 
 def _build_transformer(auto_class: Any, config: Any) -> nn.Module:
     model: nn.Module = auto_class.from_config(
-        config, attn_implementation="sdpa", dtype=torch.get_default_dtype()
+        config, attn_implementation=_attention(auto_class, config), dtype=torch.get_default_dtype()
     ).train()
     follow_local_heads(model)
     return model
+
+
+def _attention(auto_class: Any, config: Any) -> str:
+    """torch's fused kernels, or matrix products for models whose attention those lack (soft caps, sinks)."""
+    return "sdpa" if auto_class._model_mapping[type(config)]._supports_sdpa else "eager"
 
 
 def _try_building(builder: Any, where: str) -> None:

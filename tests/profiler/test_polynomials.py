@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -29,6 +30,23 @@ def test_without_a_sequence_two_values_suffice(constant: int, slope: int, sample
     """Models without a sequence have constant and per-sample terms only."""
     found = fit({(b, 0): constant + slope * b for b in (2, 3, 7)})
     assert evaluate(found, (samples, 0)) == constant + slope * samples
+
+
+@given(COEFFICIENTS, st.integers(2, 131072))
+def test_one_sample_alone_has_a_polynomial_in_the_sequence(coefficients: list[int], length: int):
+    """Three lengths determine what a single sample costs, whatever several would."""
+    found = fit({(1, s): evaluate(coefficients, (1, s)) for s in (16, 80, 23, 2)})
+    assert evaluate(found, (1, length)) == evaluate(coefficients, (1, length))
+
+
+def test_a_single_sample_may_run_other_kernels():
+    """Its own data is used for one sample, and for no other number of samples."""
+    data = fit_layer({size: _layer(*size) for size in SIZES})
+    alone = {(1, s): replace(_layer(1, s), kernels=()) for s in (16, 80, 23)}
+    data["one_sample"] = fit_layer(alone)
+    assert evaluate_layer(data, (1, 48)).kernels == ()
+    assert evaluate_layer(data, (1, 48)).forward_flops == _layer(1, 48).forward_flops
+    assert evaluate_layer(data, (2, 48)).kernels == _layer(2, 48).kernels
 
 
 @pytest.mark.parametrize("function", [lambda b, s: b * s // 3, lambda b, s: b * b, lambda b, s: max(b * s, 64)])
