@@ -2,31 +2,24 @@
 
 Williams, Waterman, Patterson, "Roofline" (CACM 2009), with a floor per kernel:
 
-    (C1)  t(op) = max(flops / (peak * e), bytes / (bandwidth * E_MEMORY)) + launch           -> operation_seconds()
-          e = achievable fraction of the device (x E_ATTENTION for fused attention)
+    (C1)  t(op) = max(flops / (peak * e), bytes / (bandwidth * memory fraction)) + launch   -> operation_seconds()
+          e = matmul fraction by shape (K1), x attention fraction for fused attention
     (C2)  forward = sum over operations of count * t(op)                                     -> forward_seconds()
     (C3)  a matrix product's backward is two products of the same size: one for the input, one for the weight;
           fused attention's backward does 2.5 times the forward's FLOPs (Dao, FlashAttention-2, section 3.1) and counts
           as input gradient; a memory-bound operation reads the saved tensor besides the gradient -> backward_seconds()
-    (C4)  recompute = the forward again, by its share of FLOPs                               -> computation()
+    (C4)  recompute = the operations that run again; else the forward again, by its share of FLOPs -> computation()
+    (C5)  no layer is faster than the host launches its kernels: equation (K2)              -> with_host()
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from planner.cost.calibration import DEFAULT, Constants
 from planner.errors import MismatchError
 from planner.spec.cluster import DeviceSpec
 from planner.spec.profile import DataType, LayerProfile, Measurement, ModelProfile, Operation
-
-E_MEMORY = 0.85
-"""Fraction of the data-sheet memory bandwidth that streaming kernels reach."""
-E_ATTENTION = 0.6
-"""Fused attention against a large matrix product."""
-ATTENTION_BACKWARD = 2.5
-"""FLOPs of fused attention's backward / forward."""
-MEMORY_BACKWARD = 1.5
-"""Bytes of a memory-bound operation's backward / forward: gradient in and out, saved tensor in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,41 +33,63 @@ class Computation:
 
 
 def operation_seconds(
-    operation: Operation, device: DeviceSpec, dtype: DataType, *, flops_factor: float = 1.0, bytes_factor: float = 1.0
+    operation: Operation,
+    device: DeviceSpec,
+    dtype: DataType,
+    constants: Constants = DEFAULT,
+    *,
+    flops_factor: float = 1.0,
+    bytes_factor: float = 1.0,
 ) -> float:
     """Seconds of one run of the operation: equation (C1)."""
-    bandwidth = (device.memory_bandwidth_bytes_per_second or float("inf")) * E_MEMORY
+    launch = device.launch_seconds if constants.kernel_seconds is None else constants.kernel_seconds
+    bandwidth = (device.memory_bandwidth_bytes_per_second or float("inf")) * constants.memory_fraction
     moving = operation.bytes * bytes_factor / bandwidth
     if operation.kind == "memory":
-        return moving + device.launch_seconds
-    efficiency = device.achievable_fraction * (E_ATTENTION if operation.kind == "attention" else 1.0)
-    computing = operation.flops * flops_factor / (device.peak_flops_per_second[dtype] * efficiency)
-    return max(computing, moving) + device.launch_seconds
+        return moving + launch
+    reached = device.peak_flops_per_second[dtype] * matmul_fraction(operation, device, constants)
+    if operation.kind == "attention":
+        reached *= constants.attention_fraction
+    return max(operation.flops * flops_factor / reached, moving) + launch
 
 
-def forward_seconds(operations: tuple[Operation, ...], device: DeviceSpec, dtype: DataType) -> float:
+def matmul_fraction(operation: Operation, device: DeviceSpec, constants: Constants) -> float:
+    """What a product of this shape reaches of the peak: equation (K1)."""
+    largest = constants.matmul_fraction or device.achievable_fraction
+    if not operation.m or operation.kind == "attention":
+        return largest
+    return largest / (1 + constants.matmul_edge * (1 / operation.m + 1 / operation.n + 1 / operation.k))
+
+
+def forward_seconds(
+    operations: tuple[Operation, ...], device: DeviceSpec, dtype: DataType, constants: Constants = DEFAULT
+) -> float:
     """Equation (C2)."""
-    return sum(operation.count * operation_seconds(operation, device, dtype) for operation in operations)
+    return sum(operation.count * operation_seconds(operation, device, dtype, constants) for operation in operations)
 
 
-def backward_seconds(operations: tuple[Operation, ...], device: DeviceSpec, dtype: DataType) -> tuple[float, float]:
+def backward_seconds(
+    operations: tuple[Operation, ...], device: DeviceSpec, dtype: DataType, constants: Constants = DEFAULT
+) -> tuple[float, float]:
     """Input-gradient and weight-gradient seconds: equation (C3)."""
     of_input = of_weight = 0.0
     for operation in operations:
         if operation.kind in ("matmul", "convolution"):
-            once = operation.count * operation_seconds(operation, device, dtype)
+            once = operation.count * operation_seconds(operation, device, dtype, constants)
             of_input += once
             of_weight += once
         elif operation.kind == "attention":
             of_input += operation.count * operation_seconds(
-                operation, device, dtype, flops_factor=ATTENTION_BACKWARD, bytes_factor=2.0
+                operation, device, dtype, constants, flops_factor=constants.attention_backward, bytes_factor=2.0
             )
         else:
-            of_input += operation.count * operation_seconds(operation, device, dtype, bytes_factor=MEMORY_BACKWARD)
+            of_input += operation.count * operation_seconds(
+                operation, device, dtype, constants, bytes_factor=constants.memory_backward
+            )
     return of_input, of_weight
 
 
-def computation(row: Measurement, device: DeviceSpec, dtype: DataType) -> Computation:
+def computation(row: Measurement, device: DeviceSpec, dtype: DataType, constants: Constants = DEFAULT) -> Computation:
     """Seconds of a measurement row on a device; measured or already priced seconds stand as they are."""
     if row.forward_seconds is not None:
         return Computation(
@@ -84,13 +99,40 @@ def computation(row: Measurement, device: DeviceSpec, dtype: DataType) -> Comput
             row.recompute_seconds or 0.0,
         )
     operations = row.operations or (_whole_layer(row),)
-    forward = forward_seconds(operations, device, dtype)
-    of_input, of_weight = backward_seconds(operations, device, dtype)
-    share = row.recompute_flops / row.forward_flops if row.forward_flops else float(row.recompute == "full")
+    forward = forward_seconds(operations, device, dtype, constants)
+    of_input, of_weight = backward_seconds(operations, device, dtype, constants)
     if not row.operations:
         of_input *= row.backward_input_flops / row.forward_flops if row.forward_flops else 1.0
         of_weight *= row.backward_weight_flops / row.forward_flops if row.forward_flops else 1.0
-    return Computation(forward, of_input, of_weight, forward * min(1.0, share))
+    if row.recompute_operations:
+        again = forward_seconds(row.recompute_operations, device, dtype, constants)
+    else:
+        share = row.recompute_flops / row.forward_flops if row.forward_flops else float(row.recompute == "full")
+        again = forward * min(1.0, share)
+    return with_host(row, Computation(forward, of_input, of_weight, again), constants)
+
+
+def with_host(row: Measurement, device: Computation, constants: Constants) -> Computation:
+    """The host's floor under the device's seconds: equations (C5) and (K2)."""
+    if constants.host_forward_seconds == constants.host_backward_seconds == 0:
+        return device
+    forward = constants.host_forward_seconds * sum(operation.count for operation in row.operations)
+    again = constants.host_forward_seconds * sum(operation.count for operation in row.recompute_operations)
+    products = sum(operation.count for operation in row.operations if operation.kind in ("matmul", "convolution"))
+    backward = constants.host_backward_seconds * (sum(operation.count for operation in row.operations) + products)
+    of_device = device.backward_input_seconds + device.backward_weight_seconds
+    slower = _higher(of_device, backward) / of_device if of_device else 1.0
+    return Computation(
+        forward_seconds=_higher(device.forward_seconds, forward),
+        backward_input_seconds=device.backward_input_seconds * slower,
+        backward_weight_seconds=device.backward_weight_seconds * slower,
+        recompute_seconds=_higher(device.recompute_seconds, again),
+    )
+
+
+def _higher(device_seconds: float, host_seconds: float) -> float:
+    """A smooth maximum: near the crossing both wait for each other now and then."""
+    return float((device_seconds**4 + host_seconds**4) ** 0.25)
 
 
 def _whole_layer(row: Measurement) -> Operation:

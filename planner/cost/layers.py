@@ -24,8 +24,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from planner.cost.calibration import DEFAULT
 from planner.cost.communication import Group, collective_seconds, transfer_seconds
-from planner.cost.compute import E_MEMORY, computation
+from planner.cost.compute import computation
 from planner.cost.placement import boundary_crosses_nodes, widest_data_group, widest_tensor_group
 from planner.cost.workload import Workload, modes_of
 from planner.errors import MismatchError, UnsupportedError
@@ -281,7 +282,7 @@ class _LayerPricing:
         if bandwidth is None:
             return 0
         moved = parameters * moved_bytes(self.work.recipe)
-        return ticks(moved / shards / (bandwidth * E_MEMORY))
+        return ticks(moved / shards / (bandwidth * DEFAULT.memory_fraction))
 
     def _reduction_ticks(self, parameters: int) -> int:
         work, ogp = self.work, self.work.recipe

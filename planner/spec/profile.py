@@ -87,6 +87,8 @@ class Measurement(Document):
     forward_bytes: int = Field(default=0, ge=0)
     """Bytes the forward's kernels read and write."""
     operations: tuple[Operation, ...] = ()
+    recompute_operations: tuple[Operation, ...] = ()
+    """What the backward runs again; empty: the forward's operations, by the share of FLOPs."""
     collectives: tuple[Collective, ...] = ()
     relative_spread: float | None = Field(default=None, ge=0)
     """Of the measured seconds: interquartile range of the samples / their median."""

@@ -1,0 +1,148 @@
+"""The few constants that are fitted to measured runs: efficiencies of a device, host and network time of a framework.
+
+    (K1)  matmul fraction     e(m, n, k) = e_max / (1 + d/m + d/n + d/k): narrow shards of tensor parallelism are slower
+                              per FLOP; d is the edge below which a dimension does not fill the device's tiles
+    (K2)  host floor          a layer cannot run faster than the host launches its kernels: seconds of a layer =
+                              (device^4 + host^4)^(1/4), host = kernels x host seconds per kernel
+    (K3)  links               bandwidth x fraction, latency + host time of one collective
+
+A constant that nothing measured touches keeps its default, which stands for torch's own kernels. What was fitted lies
+in ``calibration.json``, with the rows behind it; `planner calibrate` writes such files.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from planner.errors import DocumentError
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """What cannot be read from a data sheet or from code."""
+
+    matmul_fraction: float | None = None
+    """e_max: best large matrix product / peak; None: the device's `achievable_fraction`."""
+    matmul_edge: float = 0.0
+    """d of equation (K1), elements."""
+    memory_fraction: float = 0.85
+    """Of the data-sheet memory bandwidth that streaming kernels reach."""
+    attention_fraction: float = 0.6
+    """Fused attention against a large matrix product."""
+    attention_backward: float = 2.5
+    """Seconds of fused attention's backward / forward; 2.5 by FLOPs (Dao 2023, FlashAttention-2, section 3.1)."""
+    memory_backward: float = 1.5
+    """Bytes of a memory-bound operation's backward / forward: gradient in and out, saved tensor in."""
+    kernel_seconds: float | None = None
+    """Fixed device time of one kernel; None: the device's `launch_seconds`."""
+    host_forward_seconds: float = 0.0
+    """Host time per kernel of a forward."""
+    host_backward_seconds: float = 0.0
+    """Host time per kernel of a backward."""
+    collective_seconds: float = 0.0
+    """Fixed time of one collective besides the links' latency."""
+    intra_node_fraction: float = 1.0
+    """Of the link's bandwidth inside a node that collectives reach."""
+    inter_node_fraction: float = 1.0
+    """Of the link's bandwidth between nodes that collectives reach."""
+    transfer_seconds: float = 0.0
+    """Time of one micro-batch's exchange with the neighbouring stages that nothing hides, per micro-batch."""
+    optimizer_passes: float = 1.0
+    """Bytes that the optimizer step moves (clipping, unscaling, casts) / those of equation (T3)."""
+    step_seconds: float = 0.0
+    """Once per step: data loading, logging, synchronisation."""
+    overlap_fraction: float = 0.8
+    """Of the compute beside which an overlapped collective runs that it can hide behind."""
+    allocated_factor: float = 1.0
+    """Activations and temporaries as allocated / as counted."""
+    reserved_bytes: float | None = None
+    """Context, communicators and workspaces of a process; None: the device's, or the cost model's default."""
+
+
+DEFAULT = Constants()
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Constants of one framework on one device architecture, and what stands behind them."""
+
+    framework: str
+    architecture: str
+    constants: Constants
+    rows: int
+    """Measured runs that were fitted to."""
+    source: str
+
+
+def constants_for(framework: str, architecture: str, calibrations: tuple[Calibration, ...] | None = None) -> Constants:
+    """The fitted constants of a framework on an architecture, else of that architecture, else the defaults.
+
+    Args:
+        framework: name of `planner.spec.frameworks`.
+        architecture: of the device catalogue, such as ``Ampere``.
+        calibrations: None: those that come with the package.
+    """
+    table = {(one.framework, one.architecture): one.constants for one in calibrations or shipped()}
+    for key in ((framework, architecture), ("*", architecture), (framework, "*")):
+        if key in table:
+            return table[key]
+    return DEFAULT
+
+
+@cache
+def shipped() -> tuple[Calibration, ...]:
+    """What comes with the package."""
+    return parse(files("planner.cost").joinpath("calibration.json").read_text(encoding="utf-8"), "calibration.json")
+
+
+def load(path: Path) -> tuple[Calibration, ...]:
+    """Calibrations that `planner calibrate` wrote.
+
+    Raises:
+        DocumentError: the file cannot be read, or holds no calibrations.
+    """
+    try:
+        return parse(path.read_text(encoding="utf-8"), str(path))
+    except OSError as error:
+        raise DocumentError(
+            f"cannot be read: {error}", field=str(path), mend="give a file of planner calibrate."
+        ) from error
+
+
+def parse(text: str, name: str) -> tuple[Calibration, ...]:
+    """Calibrations from their JSON text; a constant that is not named keeps its default."""
+    try:
+        return tuple(_calibration(one) for one in json.loads(text)["calibrations"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DocumentError(
+            f"holds no calibrations: {error!r}.", field=name, mend="write it with `planner calibrate -o`."
+        ) from error
+
+
+def _calibration(row: dict[str, Any]) -> Calibration:
+    constants = replace(DEFAULT, **row["constants"])
+    return Calibration(row["framework"], row["architecture"], constants, int(row["rows"]), row["source"])
+
+
+def dump(calibrations: tuple[Calibration, ...]) -> str:
+    """JSON text that `parse` reads; only constants that differ from the defaults are written."""
+    rows = [
+        {
+            "framework": one.framework,
+            "architecture": one.architecture,
+            "rows": one.rows,
+            "source": one.source,
+            "constants": {
+                key.name: value
+                for key in fields(Constants)
+                if (value := getattr(one.constants, key.name)) != getattr(DEFAULT, key.name)
+            },
+        }
+        for one in calibrations
+    ]
+    return json.dumps({"calibrations": rows}, indent=2) + "\n"

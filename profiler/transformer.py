@@ -1,0 +1,446 @@
+"""Count a decoder-only transformer from its sizes alone: operations, exchanges and saved bytes of one rank's shard.
+
+For models that nobody can build here: published runs that state sizes only, and planning before there is code. What
+the framework's kernels keep follows from its traits (`planner.spec.frameworks`), tensor by tensor as autograd saves
+them. With b samples, s tokens, h hidden, a heads, f feed-forward size, t the tensor- and c the context-parallel degree:
+
+    (A1)  tokens of a rank T = b s / c; outside the tensor-parallel regions T / t with sequence parallelism
+    (A2)  one block without dropout masks saves s b h (34 + 5 a s / h) bytes at t = 1 with unfused attention and dropout
+          (Korthikanti et al. 2022, equation 1), s b h / t (34 + ...) with sequence parallelism (equation 4)
+    (A3)  attention's scores: b a/t s s/c elements, halved for flash kernels that skip the masked half
+    (A4)  experts: T k tokens (k experts per token) of a rank, whatever the expert-parallel degree; E/e experts' weights
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from planner.spec.frameworks import AttentionKernel, Framework
+from planner.spec.profile import (
+    BYTES_PER_ELEMENT,
+    Collective,
+    CollectiveName,
+    DataType,
+    LayerProfile,
+    Measurement,
+    ModelProfile,
+    Operation,
+    RecomputeMode,
+    SharedParameters,
+)
+
+VOCABULARY_MULTIPLE = 128
+"""Embeddings are padded to a multiple of this x the tensor-parallel degree (Megatron-LM)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransformerShape:
+    """Sizes of a decoder-only transformer."""
+
+    layers: int
+    hidden: int
+    feed_forward: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    is_gated: bool
+    """Feed-forward with a gate (SwiGLU): three matrices instead of two."""
+    is_tied: bool
+    """Input and output embedding are one parameter."""
+    positions: int = 0
+    """Learned position embeddings; 0: rotary."""
+    experts: int = 0
+    experts_per_token: int = 0
+    head_size: int = 0
+    """0: hidden / heads."""
+    has_biases: bool = False
+
+    @property
+    def size_of_head(self) -> int:
+        """Elements of one head."""
+        return self.head_size or self.hidden // self.heads
+
+    @property
+    def attention_parameters(self) -> int:
+        """Elements of the projections of one block."""
+        inner = (2 * self.heads + 2 * self.kv_heads) * self.size_of_head
+        return self.hidden * inner + (inner if self.has_biases else 0)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Elements of one feed-forward network."""
+        matrices = 3 if self.is_gated else 2
+        biases = self.feed_forward + self.hidden if self.has_biases else 0
+        return matrices * self.hidden * self.feed_forward + biases
+
+    @property
+    def block_parameters(self) -> int:
+        """Elements of one block, norms and router included."""
+        norms = (4 if self.has_biases else 2) * self.hidden
+        router = self.hidden * self.experts
+        return self.attention_parameters + max(1, self.experts) * self.expert_parameters + norms + router
+
+    @property
+    def parameters(self) -> int:
+        """Elements of the whole model."""
+        embeddings = (1 if self.is_tied else 2) * self.vocabulary * self.hidden
+        return self.layers * self.block_parameters + embeddings + self.positions * self.hidden + self.hidden
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What one rank works on."""
+
+    micro_batch_size: int
+    sequence_length: int
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """T of equation (A1)."""
+        return self.micro_batch_size * self.sequence_length // self.context
+
+    @property
+    def split_tokens(self) -> int:
+        """Tokens outside the tensor-parallel regions: equation (A1)."""
+        return self.tokens // self.tensor if self.sequence_parallel else self.tokens
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What one layer's forward runs, keeps and exchanges."""
+
+    operations: list[Operation] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
+    saved_bytes: int = 0
+    core_saved_bytes: int = 0
+    """The part of attention that selective recomputation drops."""
+    core: tuple[int, int] = (0, 0)
+    """The operations of attention proper, which selective recomputation runs again: [start, stop)."""
+    temporary_bytes: int = 0
+
+    def matmul(self, m: float, n: float, k: float, *, size: int, batch: int = 1, count: int = 1) -> int:
+        """A product (m, k) x (k, n); returns its FLOPs."""
+        m_, n_, k_ = max(1, round(m)), max(1, round(n)), max(1, round(k))
+        flops = 2 * m_ * n_ * k_ * batch
+        moved = size * batch * (m_ * n_ + n_ * k_ + m_ * k_)
+        self.operations.append(
+            Operation(kind="matmul", count=count, flops=flops, bytes=moved, m=m_, n=n_, k=k_, batch=batch)
+        )
+        return flops
+
+    def memory(self, moved_bytes: float, count: int = 1) -> None:
+        """Kernels bound by the bytes they move."""
+        self.operations.append(Operation(kind="memory", count=count, flops=0, bytes=round(moved_bytes)))
+
+    def exchange(
+        self,
+        phase: Literal["forward", "backward"],
+        operation: CollectiveName,
+        size: float,
+        count: int = 1,
+        group: Literal["tensor", "context", "expert"] = "tensor",
+    ) -> None:
+        """A collective on a tensor of `size` bytes."""
+        self.collectives.append(
+            Collective(group=group, phase=phase, operation=operation, bytes=round(size), count=count)
+        )
+
+    @property
+    def flops(self) -> int:
+        """Of the forward."""
+        return sum(one.count * one.flops for one in self.operations)
+
+    def replayed(self, mode: RecomputeMode) -> tuple[Operation, ...]:
+        """What the backward runs again."""
+        start, stop = {"none": (0, 0), "selective": self.core, "full": (0, len(self.operations))}[mode]
+        return tuple(self.operations[start:stop])
+
+
+@dataclass(frozen=True, slots=True)
+class TransformerCounter:
+    """Counts the layers of one shape under one framework's traits."""
+
+    shape: TransformerShape
+    framework: Framework
+    shard: Shard
+    attention: AttentionKernel
+    dtype: DataType = "bf16"
+
+    @property
+    def size(self) -> int:
+        """Bytes of an activation element."""
+        return BYTES_PER_ELEMENT[self.dtype]
+
+    def profile(self, name: str, recomputes: Sequence[RecomputeMode] = ("none",)) -> ModelProfile:
+        """Embedding, blocks and head as a model profile, counted, for this shard and these recompute modes."""
+        shape = self.shape
+        padded = self._padded_vocabulary()
+        embedding = padded * shape.hidden + shape.positions * shape.hidden
+        head = padded * shape.hidden + shape.hidden
+        block_rows = tuple(self._block_row(mode) for mode in recomputes)
+        layers = [
+            LayerProfile(
+                name="embedding", kind="embedding", parameters=embedding, measurements=(self._embedding_row(),)
+            )
+        ]
+        layers += [
+            LayerProfile(
+                name=f"block.{index}", kind="block", parameters=shape.block_parameters, measurements=block_rows
+            )
+            for index in range(shape.layers)
+        ]
+        layers.append(LayerProfile(name="head", kind="head", parameters=head, measurements=(self._head_row(),)))
+        shared = SharedParameters(
+            names=("embedding", "head"), layers=("embedding", "head"), parameters=padded * shape.hidden
+        )
+        return ModelProfile(
+            model=name,
+            device="counted",
+            dtype=self.dtype,
+            tokens_per_sample=self.shard.sequence_length,
+            layers=tuple(layers),
+            shared_parameters=(shared,) if shape.is_tied else (),
+        )
+
+    def _padded_vocabulary(self) -> int:
+        multiple = VOCABULARY_MULTIPLE * self.shard.tensor
+        return -(-self.shape.vocabulary // multiple) * multiple
+
+    def _row(self, tally: _Tally, mode: RecomputeMode, output_bytes: int, parameters: int, experts: int) -> Measurement:
+        shard, flops, again = self.shard, tally.flops, tally.replayed(mode)
+        kept = tally.saved_bytes - (tally.core_saved_bytes if mode == "selective" else 0)
+        held = tally.saved_bytes - kept
+        if mode == "full":
+            kept, held = self._checkpoint_bytes(), tally.saved_bytes
+        return Measurement(
+            micro_batch_size=shard.micro_batch_size,
+            sequence_length=shard.sequence_length,
+            tensor_parallel_degree=shard.tensor,
+            context_parallel_degree=shard.context,
+            expert_parallel_degree=shard.expert,
+            sequence_parallel=shard.sequence_parallel,
+            recompute=mode,
+            forward_flops=flops,
+            backward_input_flops=flops,
+            backward_weight_flops=flops,
+            recompute_flops=sum(one.count * one.flops for one in again),
+            recompute_operations=again,
+            activation_bytes=kept,
+            output_bytes=output_bytes,
+            temporary_bytes=tally.temporary_bytes + (held if mode != "none" else 0),
+            local_parameters=parameters,
+            local_expert_parameters=experts,
+            forward_bytes=sum(one.count * one.bytes for one in tally.operations),
+            operations=tuple(tally.operations),
+            collectives=tuple(tally.collectives),
+            source="counted",
+        )
+
+    def _checkpoint_bytes(self) -> int:
+        """The block's input, which full recomputation keeps."""
+        tokens = self.shard.split_tokens
+        if self.framework.checkpoints_shards and not self.shard.sequence_parallel:
+            tokens //= self.shard.tensor
+        return self.size * tokens * self.shape.hidden
+
+    def _hidden_bytes(self) -> int:
+        return self.size * self.shard.split_tokens * self.shape.hidden
+
+    def _block_row(self, mode: RecomputeMode) -> Measurement:
+        tally = _Tally()
+        self._attention(tally)
+        self._feed_forward(tally)
+        shape, shard = self.shape, self.shard
+        experts = shape.experts * shape.expert_parameters // (shard.expert * shard.tensor)
+        dense = shape.attention_parameters + (0 if shape.experts else shape.expert_parameters)
+        norms = shape.block_parameters - shape.attention_parameters - max(1, shape.experts) * shape.expert_parameters
+        return self._row(tally, mode, self._hidden_bytes(), dense // shard.tensor + norms + experts, experts)
+
+    def _norm(self, tally: _Tally) -> None:
+        """Reads and writes the hidden tensor, keeps its input and output; unfused ones keep fp32 copies besides."""
+        elements = self.shard.split_tokens * self.shape.hidden
+        tally.saved_bytes += 2 * self.size * elements
+        if self.framework.fuses_norm:
+            tally.memory(2 * self.size * elements)
+        else:
+            tally.memory((self.size + 4) * elements)
+            tally.memory(4 * 2 * elements, 2)
+            tally.memory((4 + self.size) * elements)
+            tally.saved_bytes += 4 * elements
+
+    def _residual(self, tally: _Tally) -> None:
+        """Bias, dropout and residual addition."""
+        elements = self.shard.split_tokens * self.shape.hidden
+        masks = int(self.framework.has_dropout)
+        tally.saved_bytes += masks * elements
+        if self.framework.fuses_elementwise or not masks:
+            tally.memory((3 * self.size + masks) * elements)
+        else:
+            tally.memory((2 * self.size + 1) * elements)
+            tally.memory(3 * self.size * elements)
+
+    def _enter(self, tally: _Tally) -> None:
+        """Into a tensor-parallel region: gather the tokens, or sum the gradients on the way back."""
+        if self.shard.tensor == 1:
+            return
+        whole = self.size * self.shard.tokens * self.shape.hidden
+        if self.shard.sequence_parallel:
+            tally.exchange("forward", "all_gather", whole)
+            tally.exchange("backward", "all_gather", whole)
+            tally.exchange("backward", "reduce_scatter", whole)
+        else:
+            tally.exchange("backward", "all_reduce", whole)
+
+    def _leave(self, tally: _Tally) -> None:
+        """Out of a tensor-parallel region: sum the partial results."""
+        if self.shard.tensor == 1:
+            return
+        whole = self.size * self.shard.tokens * self.shape.hidden
+        if self.shard.sequence_parallel:
+            tally.exchange("forward", "reduce_scatter", whole)
+            tally.exchange("backward", "all_gather", whole)
+        else:
+            tally.exchange("forward", "all_reduce", whole)
+
+    def _attention(self, tally: _Tally) -> None:
+        shape, shard, size = self.shape, self.shard, self.size
+        head, tokens = shape.size_of_head, shard.tokens
+        heads, kv = shape.heads / shard.tensor, max(1.0, shape.kv_heads / shard.tensor)
+        query, keys = round(tokens * heads * head), round(2 * tokens * kv * head)
+        self._norm(tally)
+        self._enter(tally)
+        tally.matmul(tokens, (heads + 2 * kv) * head, shape.hidden, size=size)
+        if not shape.positions:
+            tally.memory(2 * size * (query + keys // 2))
+        tally.saved_bytes += size * (query + keys)
+        if shard.context > 1:
+            tally.exchange("forward", "all_gather", size * keys * shard.context, group="context")
+            tally.exchange("backward", "all_gather", size * keys * shard.context, group="context")
+            tally.exchange("backward", "reduce_scatter", size * keys * shard.context, group="context")
+        start = len(tally.operations)
+        self._scores(tally, heads, query, keys)
+        tally.core = (start, len(tally.operations))
+        tally.matmul(tokens, shape.hidden, heads * head, size=size)
+        tally.saved_bytes += size * query
+        self._leave(tally)
+        self._residual(tally)
+
+    def _scores(self, tally: _Tally, heads: float, query: int, keys: int) -> None:
+        """Attention proper: equation (A3)."""
+        shape, shard, size = self.shape, self.shard, self.size
+        length, local = shard.sequence_length, shard.sequence_length // shard.context
+        batch = max(1, round(shard.micro_batch_size * heads))
+        scores = batch * length * local
+        if self.attention == "flash":
+            flops = 2 * scores * shape.size_of_head
+            tally.operations.append(
+                Operation(
+                    kind="attention",
+                    count=1,
+                    flops=flops,
+                    bytes=size * (2 * query + keys),
+                    m=local,
+                    n=length,
+                    k=shape.size_of_head,
+                    batch=batch,
+                )
+            )
+            tally.saved_bytes += 4 * batch * local
+            return
+        fused = self.attention == "fused-softmax" and batch % 4 == 0
+        tally.memory(2 * size * (query + keys))
+        tally.matmul(local, length, shape.size_of_head, size=size, batch=batch)
+        if fused:
+            tally.memory(2 * size * scores)
+        else:
+            tally.memory(2 * size * scores, 2)
+            tally.memory((size + 4) * scores)
+            tally.memory((4 + 4) * scores)
+            tally.memory((size + 4) * scores)
+        masks = int(self.framework.has_dropout)
+        if masks:
+            tally.memory((2 * size + 1) * scores)
+        tally.matmul(local, shape.size_of_head, length, size=size, batch=batch)
+        tally.memory(2 * size * query)
+        core = (size + masks * (size + 1)) * scores
+        tally.saved_bytes += core
+        tally.core_saved_bytes += core
+
+    def _feed_forward(self, tally: _Tally) -> None:
+        shape, shard = self.shape, self.shard
+        self._norm(tally)
+        self._enter(tally)
+        if shape.experts:
+            self._experts(tally)
+        else:
+            self._network(tally, shard.tokens, 1)
+        self._leave(tally)
+        self._residual(tally)
+
+    def _network(self, tally: _Tally, tokens: float, count: int) -> None:
+        """One feed-forward network over `tokens` tokens, `count` times."""
+        shape, size = self.shape, self.size
+        inner = shape.feed_forward / self.shard.tensor
+        width = 2 * inner if shape.is_gated else inner
+        tally.matmul(tokens, width, shape.hidden, size=size, count=count)
+        moved = size * tokens * (width + inner)
+        if self.framework.fuses_elementwise:
+            tally.memory(moved, count)
+        else:
+            tally.memory(moved if not shape.is_gated else 2 * size * tokens * inner, count)
+            tally.memory(moved if shape.is_gated else 2 * size * tokens * inner, count)
+            tally.saved_bytes += round(count * size * tokens * inner) if shape.is_gated else 0
+        tally.saved_bytes += round(count * size * tokens * (width + inner))
+        tally.matmul(tokens, shape.hidden, inner, size=size, count=count)
+
+    def _experts(self, tally: _Tally) -> None:
+        """Route, exchange, run the local experts, exchange back: equation (A4)."""
+        shape, shard, size = self.shape, self.shard, self.size
+        routed = shard.tokens * shape.experts_per_token
+        tally.matmul(shard.tokens, shape.experts, shape.hidden, size=size)
+        tally.memory(2 * size * routed * shape.hidden)
+        if shard.expert > 1:
+            whole = size * routed * shape.hidden
+            for phase in ("forward", "backward"):
+                tally.exchange(phase, "all_to_all", whole, 2, group="expert")
+        local = max(1, shape.experts // shard.expert)
+        self._network(tally, max(1.0, routed / local), local)
+        tally.saved_bytes += 2 * size * routed * shape.hidden
+        tally.memory(3 * size * routed * shape.hidden)
+
+    def _embedding_row(self) -> Measurement:
+        tally, elements = _Tally(), self.shard.split_tokens * self.shape.hidden
+        tally.memory(2 * self.size * self.shard.tokens * self.shape.hidden)
+        tally.saved_bytes += 8 * self.shard.tokens
+        if self.shape.positions:
+            tally.memory(3 * self.size * elements)
+        if self.framework.has_dropout:
+            tally.memory((2 * self.size + 1) * elements)
+            tally.saved_bytes += elements
+        if self.shard.tensor > 1:
+            whole = self.size * self.shard.tokens * self.shape.hidden
+            tally.exchange("forward", "reduce_scatter" if self.shard.sequence_parallel else "all_reduce", whole)
+        parameters = self._padded_vocabulary() * self.shape.hidden // self.shard.tensor
+        return self._row(tally, "none", self._hidden_bytes(), parameters + self.shape.positions * self.shape.hidden, 0)
+
+    def _head_row(self) -> Measurement:
+        shape, shard, size = self.shape, self.shard, self.size
+        tally = _Tally()
+        self._norm(tally)
+        self._enter(tally)
+        vocabulary = self._padded_vocabulary() // shard.tensor
+        logits = shard.tokens * vocabulary
+        tally.matmul(shard.tokens, vocabulary, shape.hidden, size=size)
+        loss = 4 if self.framework.fp32_logits else size
+        tally.memory((size + loss) * logits)
+        tally.memory(2 * loss * logits, 2)
+        tally.saved_bytes += loss * logits
+        tally.temporary_bytes = (size + loss) * logits
+        parameters = self._padded_vocabulary() * shape.hidden // shard.tensor + shape.hidden
+        return self._row(tally, "none", size * logits if not self.framework.fp32_logits else 0, parameters, 0)
