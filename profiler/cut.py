@@ -11,18 +11,20 @@ transformers of Hugging Face (`profiler.transformer_cut`). Others are refused ra
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.utils.checkpoint import checkpoint
 
 from planner.errors import LayoutError, UnsupportedError
-from planner.spec.profile import SharedParameters
+from planner.spec.profile import RecomputeMode, SharedParameters
+from profiler.recompute import recompute as recompute_module
+
+Recompute = Mapping[int, RecomputeMode]
+"""Mode by index of a layer; layers that are not named do not recompute."""
+NO_RECOMPUTE: Recompute = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class LayerCut:
     shared_parameters: tuple[SharedParameters, ...]
     chain: Chain = field(repr=False)
 
-    def stage(self, model: nn.Module, start: int, stop: int, *, recompute: frozenset[int] = frozenset()) -> nn.Module:
+    def stage(self, model: nn.Module, start: int, stop: int, *, recompute: Recompute = NO_RECOMPUTE) -> nn.Module:
         """The part of `model` that holds layers start..stop (exclusive). The model is used up: build one per stage.
 
         The stage's forward takes one tensor: what the model takes (token ids, images) for the first layer, the output
@@ -65,8 +67,7 @@ class LayerCut:
         A shared parameter whose owner stands in another stage is kept as this stage's own copy, under its own name.
 
         Args:
-            recompute: indices (of `layers`) that keep only their input and run their forward again in the backward
-                (torch.utils.checkpoint; Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost").
+            recompute: mode (`profiler.recompute`) by index (of `layers`).
 
         Raises:
             LayoutError: no such range of layers, or a recomputed layer outside of it.
@@ -74,26 +75,26 @@ class LayerCut:
         """
         self._check(start, stop, recompute)
         stage = self.chain.stage(model, start, stop)
-        for index in sorted(recompute):
+        for index, mode in recompute.items():
             for name in self.layers[index].modules:
-                _recompute(stage.get_submodule(name))
+                recompute_module(stage.get_submodule(name), mode)
         return stage
 
-    def _check(self, start: int, stop: int, recompute: frozenset[int]) -> None:
+    def _check(self, start: int, stop: int, recompute: Recompute) -> None:
         if not 0 <= start < stop <= len(self.layers):
             raise LayoutError(
                 f"there is no stage of the layers {start} to {stop} (exclusive): the model has {len(self.layers)}.",
                 field="stages",
                 mend=f"give 0 <= start < stop <= {len(self.layers)}.",
             )
-        for index in recompute:
+        for index, mode in recompute.items():
             if not start <= index < stop:
                 raise LayoutError(
                     f"layer {index} is to be recomputed, but the stage holds the layers {start} to {stop} (exclusive).",
                     field="recompute",
                     mend="name only layers of the stage.",
                 )
-            if not self.layers[index].recomputable:
+            if mode != "none" and not self.layers[index].recomputable:
                 raise UnsupportedError(
                     f"layer {self.layers[index].name!r} cannot be recomputed.",
                     field="recompute",
@@ -264,30 +265,3 @@ def name_kinds(signatures: Iterable[Any], stems: Iterable[str]) -> list[str]:
 def detachable(output: Tensor) -> Tensor:
     """The tensor itself, or a copy when it is a view: schedules detach stage outputs in place, views refuse that."""
     return output.clone() if output._is_view() else output
-
-
-def _recompute(module: nn.Module) -> None:
-    """Wrap the module's forward (not the module, whose name must stay) in a checkpoint."""
-    module.forward = partial(
-        checkpoint, module.forward, use_reentrant=False, context_fn=partial(_recompute_contexts, module)
-    )
-
-
-def _recompute_contexts(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _frozen_statistics(module)
-
-
-@contextmanager
-def _frozen_statistics(module: nn.Module) -> Iterator[None]:
-    """Batch normalisation must not see a micro-batch twice (torchgpipe's deferred batch norm has the same care)."""
-    norms = [part for part in module.modules() if isinstance(part, _NormBase) and part.track_running_stats]
-    momenta = [norm.momentum for norm in norms]
-    for norm in norms:
-        norm.momentum = 0.0
-    try:
-        yield
-    finally:
-        for norm, momentum in zip(norms, momenta, strict=True):
-            norm.momentum = momentum
-            if norm.num_batches_tracked is not None:
-                norm.num_batches_tracked.sub_(1)

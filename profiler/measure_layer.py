@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from planner.spec.profile import DataType
+from planner.spec.profile import DataType, RecomputeMode
 from profiler.count import TORCH_TYPES
 from profiler.measure_timing import Mark
 from profiler.models import ModelSource
@@ -206,8 +206,8 @@ class Bench:
         """Layer `index` with random weights, or one rank's shard of it; nothing else of the model takes memory."""
         with _parameters_on_meta():
             model = self.source.build()
-        chosen = frozenset({index}) if recompute else frozenset[int]()
-        stage = self.source.cut(model).stage(model, index, index + 1, recompute=chosen)
+        mode: RecomputeMode = "full" if recompute else "none"
+        stage = self.source.cut(model).stage(model, index, index + 1, recompute={index: mode})
         if degree > 1:
             shard(stage, split_modules(stage, plan(self.source)), degree)
         _fill(stage, self.device, TORCH_TYPES[self.dtype])

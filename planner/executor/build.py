@@ -22,7 +22,7 @@ from planner.executor.streams import RandomStreams
 from planner.executor.timeline import Recorder
 from planner.schedule import build as build_schedule
 from planner.spec.plan import Plan
-from planner.spec.profile import SharedParameters
+from planner.spec.profile import RecomputeMode, SharedParameters
 from profiler import tensor_parallel
 from profiler.cut import LayerCut
 from profiler.models import ModelSource
@@ -30,11 +30,12 @@ from profiler.models import ModelSource
 
 @dataclass(frozen=True, slots=True)
 class StageRange:
-    """Layers start..stop (exclusive) of the model, and which of them run their forward again in the backward."""
+    """Layers start..stop (exclusive) of the model, and how they recompute."""
 
     start: int
     stop: int
-    recompute: frozenset[int]
+    recompute: dict[int, RecomputeMode]
+    """By index of the layer in the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +80,7 @@ def stage_ranges(plan: Plan, cut: LayerCut) -> tuple[StageRange, ...]:
     ranges, start = [], 0
     for stage in plan.stages:
         stop = start + len(stage.layers)
-        again = frozenset(start + i for i, layer in enumerate(stage.layers) if layer.recompute == "full")
-        ranges.append(StageRange(start, stop, again))
+        ranges.append(StageRange(start, stop, {start + i: layer.recompute for i, layer in enumerate(stage.layers)}))
         start = stop
     return tuple(ranges)
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import get_args
 
 from planner.errors import LayoutError, UnsupportedError
 from planner.schedule.actions import Action
 from planner.spec.plan import Plan, RankPlacement
+from planner.spec.profile import RecomputeMode
 
-RECOMPUTE_MODES = ("none", "full")
+RECOMPUTE_MODES = get_args(RecomputeMode)
 ACTION_KINDS = ("F", "B")
 
 

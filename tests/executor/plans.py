@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from planner.schedule import build
 from planner.spec import Cluster, Job, Layout, NodeGroup, Plan, PlanRequest, Prediction
 from planner.spec.cluster import DeviceSpec
 from planner.spec.plan import Breakdown, PlannedLayer, RankPlacement, SearchReport, Stage
+from planner.spec.profile import RecomputeMode
 from profiler.models import ModelSource, load_model
 
 GPT2 = {
@@ -72,7 +74,7 @@ def make_plan(
     micro_batches: int = 4,
     sequence_length: int = 16,
     schedule: str = "1f1b",
-    recompute: frozenset[int] = frozenset(),
+    recompute: Mapping[int, RecomputeMode] = MappingProxyType({}),
     optimizer: str = "adamw",
     precision: str = "fp32",
 ) -> Plan:
@@ -121,13 +123,15 @@ def make_plan(
 
 
 def _stages(
-    layers: Sequence[str], sizes: Sequence[int], recompute: frozenset[int], placement: Sequence[RankPlacement]
+    layers: Sequence[str],
+    sizes: Sequence[int],
+    recompute: Mapping[int, RecomputeMode],
+    placement: Sequence[RankPlacement],
 ) -> tuple[Stage, ...]:
     stages, start = [], 0
     for index, size in enumerate(sizes):
         rows = tuple(
-            PlannedLayer(name=layers[i], recompute="full" if i in recompute else "none")
-            for i in range(start, start + size)
+            PlannedLayer(name=layers[i], recompute=recompute.get(i, "none")) for i in range(start, start + size)
         )
         ranks = tuple(row.rank for row in placement if row.pipeline == index)
         stages.append(Stage(index=index, pipeline_rank=index, layers=rows, ranks=ranks))

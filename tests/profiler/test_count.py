@@ -72,7 +72,7 @@ def test_recomputed_layer_keeps_its_input(family: str, write_config):
     source = load_model(write_config(family))
     rows = count(source, micro_batch_size=BATCH, sequence_length=TOKENS, recompute="full")
     (row,) = rows.values()
-    stage = source.cut().stage(source.build(), 1, 2, recompute=frozenset({1}))
+    stage = source.cut().stage(source.build(), 1, 2, recompute={1: "full"})
     hidden = torch.randn(BATCH, TOKENS, 32, requires_grad=True)
     assert row.activation_bytes == _saved_bytes(stage, hidden, with_loss=False) == hidden.nbytes
     assert row.recompute_flops == row.forward_flops > 0

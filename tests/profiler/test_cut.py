@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import get_args
 
 import pytest
 import torch
 from torch import nn
 
 from planner.errors import LayoutError, UnsupportedError
+from planner.spec.profile import RecomputeMode
 from profiler.cut import cut_model, name_kinds
 from profiler.models import load_model
 
@@ -20,8 +22,8 @@ def _meta(module: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("function", ["mlp", "token_chain", "with_example"])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_stages_of_a_sequential_equal_the_whole(function: str, recompute: bool):
+@pytest.mark.parametrize("recompute", get_args(RecomputeMode))
+def test_stages_of_a_sequential_equal_the_whole(function: str, recompute: RecomputeMode):
     """Outputs, gradients and running statistics agree for one layer per stage, recomputed or not."""
     source = load_model(f"{CALLABLES}:{function}")
     cut = source.cut()
@@ -35,8 +37,8 @@ def test_stages_of_a_sequential_equal_the_whole(function: str, recompute: bool):
     output = inputs
     states: dict[str, torch.Tensor] = {}
     for start, stop in itertools.pairwise(range(len(cut.layers) + 1)):
-        chosen = frozenset({start}) if recompute and cut.layers[start].recomputable else frozenset()
-        stage = cut.stage(again, start, stop, recompute=chosen)
+        mode = recompute if cut.layers[start].recomputable else "none"
+        stage = cut.stage(again, start, stop, recompute={start: mode})
         output = stage(output)
         states |= stage.state_dict(keep_vars=True)
     output.square().sum().backward()
@@ -99,7 +101,7 @@ def test_frozen_statistics_of_cumulative_batch_norm():
     model, plain = (load_model(f"{CALLABLES}:with_example").build() for _ in range(2))
     plain.load_state_dict(model.state_dict())
     model[1][1].momentum = plain[1][1].momentum = None
-    stage = cut.stage(model, 0, 3, recompute=frozenset({1}))
+    stage = cut.stage(model, 0, 3, recompute={1: "full"})
     images = torch.randn(4, 3, 8, 8)
     for _ in range(2):
         stage(images).sum().backward()
@@ -120,14 +122,14 @@ def test_recompute_outside_of_the_stage_is_refused():
     """A layer can be recomputed only where it stands."""
     source = load_model(f"{CALLABLES}:mlp")
     with pytest.raises(LayoutError, match="layer 3 is to be recomputed"):
-        source.cut().stage(source.build_on_meta(), 0, 2, recompute=frozenset({3}))
+        source.cut().stage(source.build_on_meta(), 0, 2, recompute={3: "full"})
 
 
 def test_recompute_of_the_last_layer_is_refused(write_config):
     """The loss keeps the last layer's output anyway; embedding and head of a transformer are not offered either."""
     source = load_model(f"{CALLABLES}:mlp")
     with pytest.raises(UnsupportedError, match="cannot be recomputed"):
-        source.cut().stage(source.build_on_meta(), 0, 5, recompute=frozenset({4}))
+        source.cut().stage(source.build_on_meta(), 0, 5, recompute={4: "full"})
     offered = [layer.recomputable for layer in load_model(write_config("gpt2")).cut().layers]
     assert offered == [False, True, True, True, False]
 

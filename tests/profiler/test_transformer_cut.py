@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
+from typing import get_args
 
 import pytest
 import torch
 from torch import nn
 
 from planner.errors import UnsupportedError
+from planner.spec.profile import RecomputeMode
 from profiler.models import ModelSource, load_model
 from tests.profiler.conftest import TINY
 
@@ -67,13 +69,18 @@ def _tied(gradients: dict[str, torch.Tensor], cut) -> dict[str, torch.Tensor]:
     return total
 
 
-def _assert_same(source: ModelSource, bounds: tuple[int, ...], recompute: frozenset[int] = frozenset()) -> None:
+def _assert_same(source: ModelSource, bounds: tuple[int, ...], mode: RecomputeMode = "none") -> None:
     cut = source.cut()
     inputs = source.example_inputs(2, 12)[0]
     whole = _build(source)
     expected, expected_gradients = _run_whole(whole, inputs)
     stages = [
-        cut.stage(_build(source), start, stop, recompute=frozenset(i for i in recompute if start <= i < stop))
+        cut.stage(
+            _build(source),
+            start,
+            stop,
+            recompute={index: mode for index in range(start, stop) if cut.layers[index].recomputable},
+        )
         for start, stop in itertools.pairwise((0, *bounds, len(cut.layers)))
     ]
     logits, gradients = _run_stages(stages, inputs)
@@ -95,12 +102,11 @@ def test_every_split_into_two_equals_the_whole_model(family: str, write_config):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_layer_per_stage_equals_the_whole_model(family: str, write_config):
-    """The finest split is exact too, also with every block recomputed."""
+    """The finest split is exact too, also with every block recomputed, whole or selectively."""
     source = load_model(write_config(family))
     layers = source.cut().layers
-    every_block = frozenset(index for index, layer in enumerate(layers) if layer.recomputable)
-    _assert_same(source, tuple(range(1, len(layers))))
-    _assert_same(source, tuple(range(1, len(layers))), every_block)
+    for mode in get_args(RecomputeMode):
+        _assert_same(source, tuple(range(1, len(layers))), mode)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -156,7 +162,7 @@ def test_dropout_before_the_blocks_runs_on_the_first_stage_only(write_config):
 def test_recomputed_block_keeps_only_its_input(write_config):
     """What autograd saves for a recomputed block is the hidden tensor alone."""
     source = load_model(write_config("llama"))
-    stage = source.cut().stage(_build(source), 1, 2, recompute=frozenset({1}))
+    stage = source.cut().stage(_build(source), 1, 2, recompute={1: "full"})
     saved: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:

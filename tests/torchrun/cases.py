@@ -40,10 +40,10 @@ class Case:
 
 TWO_RANKS = {
     "pp2-gpipe": Case("llama", (3, 3), {"schedule": "gpipe"}),
-    "pp2-1f1b-uneven-recompute": Case("llama", (2, 4), {"recompute": frozenset({1, 3}), "micro_batch_size": 2}),
-    "pp2-tied-dropout": Case("gpt2", (4, 2), {"micro_batch_size": 2, "recompute": frozenset({2, 4})}, clip=0.5),
+    "pp2-1f1b-uneven-recompute": Case("llama", (2, 4), {"recompute": {1: "full", 4: "selective"}}),
+    "pp2-tied-dropout": Case("gpt2", (4, 2), {"recompute": {2: "selective", 4: "full"}, "micro_batch_size": 2}, 0.5),
     "dp2": Case("gpt2", (6,), {"data": 2, "micro_batches": 2}),
-    "tp2": Case("llama", (6,), {"tensor": 2}, clip=0.5),
+    "tp2": Case("llama", (6,), {"tensor": 2, "recompute": {1: "selective", 2: "full"}}, clip=0.5),
     "tp2-partial-gradients": Case(
         "qwen3", (6,), {"tensor": 2, "micro_batches": 2, "optimizer": "momentum"}, learning_rate=0.05
     ),
@@ -61,7 +61,7 @@ TWO_RANKS = {
 FOUR_RANKS = {
     "pp4": Case("gpt2", (1, 1, 2, 2)),
     "dp2-pp2": Case("llama", (3, 3), {"data": 2, "schedule": "gpipe"}, clip=0.5),
-    "tp2-pp2": Case("qwen3", (2, 4), {"tensor": 2, "recompute": frozenset({2})}, clip=0.5),
+    "tp2-pp2": Case("qwen3", (2, 4), {"tensor": 2, "recompute": {2: "full"}}, clip=0.5),
     "dp2-tp2": Case("llama", (6,), {"data": 2, "tensor": 2, "micro_batches": 2}, clip=0.5),
 }
 FOUR_RANKS_IN_FP16 = {

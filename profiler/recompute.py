@@ -1,0 +1,115 @@
+"""Recomputation of a module: keep less from forward to backward, and run some of the forward again before the backward.
+
+    full        keeps only the module's input, runs its whole forward again (Chen et al. 2016, "Training Deep Nets with
+                Sublinear Memory Cost"; torch.utils.checkpoint)
+    selective   also keeps the outputs of matrix products, attention, convolutions and collectives, and runs the rest
+                again: elementwise operations, norms, dropout (Korthikanti et al. 2022, "Reducing Activation
+                Recomputation in Large Transformer Models", section 5, by operation as torchtitan does; torch's
+                create_selective_checkpoint_contexts)
+
+In both the recomputation stops once the last tensor that the backward needs is there (torch's early stop): a module
+that ends in a matrix product does not run it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from planner.spec.profile import RecomputeMode
+
+Phase = Literal["forward", "again"]
+Observer = Callable[[Phase], AbstractContextManager[None]]
+"""Gives the context that a wrapped module's forward runs in, for the first time or again."""
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+SAVED_NAMESPACES = frozenset({"_c10d_functional", "c10d_functional"})
+"""Collectives: running one again would make the ranks of a group wait for each other once more."""
+SAVED_OPERATIONS = frozenset(
+    {
+        "aten::mm",
+        "aten::addmm",
+        "aten::bmm",
+        "aten::baddbmm",
+        "aten::_scaled_mm",
+        "aten::_grouped_mm",
+        "aten::convolution",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_scaled_dot_product_fused_attention_overrideable",
+    }
+)
+
+
+def is_saved(operation: Any) -> bool:
+    """Does `selective` keep the outputs of this operation (`torch._ops.OpOverload`)?"""
+    name: str = operation._schema.name
+    return name in SAVED_OPERATIONS or name.partition("::")[0] in SAVED_NAMESPACES
+
+
+def recompute(module: nn.Module, mode: RecomputeMode, observer: Observer | None = None) -> None:
+    """Let the module recompute in this mode, in place.
+
+    The module's forward is wrapped and not the module, whose name and parameters must stay. Deleting the attribute
+    ``forward`` of the module takes the wrapping away.
+    """
+    if mode == "none":
+        return
+    contexts = partial(_contexts, module, mode, observer or _nobody)
+    module.forward = partial(_run, module.forward, contexts)
+
+
+def _run(forward: Callable[..., Any], contexts: Callable[[], Contexts], *arguments: Any, **keywords: Any) -> Any:
+    given = (*arguments, *keywords.values())
+    # Meta tensors have no generator whose state could be kept, and nothing random in them.
+    on_meta = any(isinstance(value, Tensor) and value.is_meta for value in given)
+    return checkpoint(
+        forward, *arguments, use_reentrant=False, preserve_rng_state=not on_meta, context_fn=contexts, **keywords
+    )
+
+
+def _nobody(phase: Phase) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def _contexts(module: nn.Module, mode: RecomputeMode, observer: Observer) -> Contexts:
+    caching, cached = (nullcontext(), nullcontext())
+    if mode == "selective":
+        caching, cached = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+    return _all(observer("forward"), caching), _all(_frozen_statistics(module), observer("again"), cached)
+
+
+def _policy(context: Any, operation: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if is_saved(operation) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@contextmanager
+def _all(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+@contextmanager
+def _frozen_statistics(module: nn.Module) -> Iterator[None]:
+    """Batch normalisation must not see a micro-batch twice (torchgpipe's deferred batch norm has the same care)."""
+    norms = [part for part in module.modules() if isinstance(part, _NormBase) and part.track_running_stats]
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.momentum = 0.0
+    try:
+        yield
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+            if norm.num_batches_tracked is not None:
+                norm.num_batches_tracked.sub_(1)
