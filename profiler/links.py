@@ -1,17 +1,19 @@
 """Measured links: `launch_links` starts local ranks and returns what `planner links` writes.
 
-launch_links(4)                                  starts torchrun here, and reads the fitted Link back
+launch_links(4)                                  starts torchrun here, and reads the fitted links back
 torchrun ... -m profiler.links --output F        on every rank: measure, fit; rank 0 writes F
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,37 +21,90 @@ import torch
 import torch.distributed as dist
 
 from planner.errors import PlannerError, SpecError
-from planner.spec import Link, read
-from profiler.links_fit import fit
-from profiler.links_measure import OPERATIONS, check_request, default_sizes, measure_rows
+from planner.spec import Links, read
+from profiler.links_fit import fit_levels
+from profiler.links_groups import find_nodes, make_group, shapes
+from profiler.links_measure import OPERATIONS, Sampling, check_request, default_sizes, measure_rows
+from profiler.links_overlap import overlap_slowdown
 from profiler.links_torchrun import Progress, print_progress, run_torchrun, under_torchrun
 
-WARM_UP = 1
-REPEATS = 5
 TIMEOUT_SECONDS = 600.0
+TIME_BUDGET_SECONDS = 300.0
 BACKENDS = ("gloo", "nccl")
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOptions:
+    """What is measured of the links; the same on every rank."""
+
+    backend: str | None = None
+    """``gloo`` or ``nccl``; None: nccl where there is a GPU for every rank, else gloo."""
+    sizes: tuple[int, ...] | None = None
+    """Bytes of the full tensor; None: 1 KiB up, by factors of four."""
+    max_bytes: int | None = None
+    """Largest of those; None: 64 MiB on CPU, 1 GiB on GPUs. Without a meaning beside `sizes`."""
+    operations: tuple[str, ...] = OPERATIONS
+    """Names of `LinkMeasurement.operation`."""
+    warm_up: int = 1
+    """Samples thrown away."""
+    repeats: int = 5
+    """Samples the median is taken over."""
+    time_budget_seconds: float = TIME_BUDGET_SECONDS
+    """Sizes that would take longer are left out, the largest first."""
+    ranks_per_node: int | None = None
+    """Ranks that stand close together; None: what torchrun started on a node."""
+    overlap: bool = True
+    """Measure `Link.overlap_slowdown` too."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """How the exchanges are timed."""
+        return Sampling(self.warm_up, self.repeats, self.time_budget_seconds)
+
+    def check(self) -> None:
+        """Refuse what cannot be measured.
+
+        Raises:
+            SpecError: names the field.
+        """
+        _check_backend(self.backend)
+        check_request(self.sizes, self.operations, self.sampling)
+        for field, value in (
+            ("time_budget_seconds", self.time_budget_seconds),
+            ("ranks_per_node", self.ranks_per_node),
+        ):
+            if value is not None and not value > 0:
+                raise SpecError(f"{value} is not above 0.", field=field, mend="give a positive number.")
+        if self.sizes is not None and self.max_bytes is not None:
+            raise SpecError("sizes are given, so max_bytes has no meaning.", field="max_bytes", mend="leave it out.")
+        if self.max_bytes is not None and self.max_bytes < LEAST_MAX_BYTES:
+            raise SpecError(
+                f"{self.max_bytes} bytes leave fewer than two sizes.",
+                field="max_bytes",
+                mend=f"give at least {LEAST_MAX_BYTES}.",
+            )
+
+    def sizes_on(self, device: torch.device) -> tuple[int, ...]:
+        """What is exchanged by ranks on such devices, in bytes."""
+        return default_sizes(device, self.max_bytes) if self.sizes is None else self.sizes
+
+
+LEAST_MAX_BYTES = 4096
+"""A fit needs two sizes: 1 KiB and 4 KiB."""
 
 
 def launch_links(
     ranks: int,
+    options: LinkOptions | None = None,
     *,
-    backend: str | None = None,
-    sizes: Sequence[int] | None = None,
-    operations: Sequence[str] = OPERATIONS,
-    warm_up: int = WARM_UP,
-    repeats: int = REPEATS,
     timeout_seconds: float = TIMEOUT_SECONDS,
     progress: Progress | None = None,
-) -> Link:
-    """The link between `ranks` processes of this machine; under torchrun, between the ranks that torchrun started.
+) -> Links:
+    """The links between `ranks` processes of this machine; under torchrun, between the ranks that torchrun started.
 
     Args:
         ranks: processes to start, one device each; not used under torchrun.
-        backend: ``gloo`` or ``nccl``; None: nccl where there is a GPU for every rank, else gloo.
-        sizes: bytes of the full tensor; None: 1 KiB to 64 MiB on CPU, to 1 GiB on GPUs, by factors of four.
-        operations: names of `LinkMeasurement.operation`.
-        warm_up: samples thrown away.
-        repeats: samples the median is taken over.
+        options: what is measured.
         timeout_seconds: the started processes are ended after this time.
         progress: called with (steps done, steps in all, what is being done); under torchrun, on rank 0.
 
@@ -57,48 +112,48 @@ def launch_links(
         SpecError: an argument that cannot be measured.
         RunError: the ranks failed; with the end of what they wrote to stderr.
     """
-    _check_backend(backend)
-    check_request(sizes, operations, warm_up, repeats)
+    options = options or LinkOptions()
+    options.check()
     if under_torchrun():
-        return measure_links(
-            backend=backend, sizes=sizes, operations=operations, warm_up=warm_up, repeats=repeats, progress=progress
-        )
+        return measure_links(options, progress=progress)
     if ranks < 2:
         raise SpecError(f"a link has two ends, but ranks is {ranks}.", field="ranks", mend="give at least 2 ranks.")
     with tempfile.TemporaryDirectory(prefix="planner-links-") as folder:
         output = Path(folder) / "links.json"
-        arguments = ["--output", str(output), "--warm-up", str(warm_up), "--repeats", str(repeats)]
-        arguments += ["--operations", ",".join(operations)]
-        arguments += ["--backend", backend] if backend else []
-        arguments += ["--sizes", ",".join(map(str, sizes))] if sizes is not None else []
+        arguments = ["--output", str(output), "--options", json.dumps(asdict(options))]
         run_torchrun("profiler.links", arguments, ranks, timeout_seconds=timeout_seconds, progress=progress)
-        return read(Link, output)
+        return read(Links, output)
 
 
-def measure_links(
-    *,
-    backend: str | None = None,
-    sizes: Sequence[int] | None = None,
-    operations: Sequence[str] = OPERATIONS,
-    warm_up: int = WARM_UP,
-    repeats: int = REPEATS,
-    progress: Progress | None = None,
-) -> Link:
-    """The link between the ranks that torchrun started; every rank must call it, and every rank gets it.
+def measure_links(options: LinkOptions | None = None, *, progress: Progress | None = None) -> Links:
+    """The links between the ranks that torchrun started; every rank must call it, and every rank gets them.
 
     Uses the default process group where there is one, else makes one for the time of the measurement.
     Arguments and errors as for `launch_links`.
     """
-    with _process_group(backend) as device:
+    options = options or LinkOptions()
+    with _process_group(options.backend) as device:
+        slowdowns = _slowdowns(options, device) if options.overlap else {}
         rows = measure_rows(
-            default_sizes(device) if sizes is None else sizes,
-            operations,
+            options.sizes_on(device),
+            options.operations,
             device=device,
-            warm_up=warm_up,
-            repeats=repeats,
+            sampling=options.sampling,
+            ranks_per_node=options.ranks_per_node,
             progress=progress if dist.get_rank() == 0 else None,
         )
-    return fit(rows)
+    return fit_levels(rows, slowdowns)
+
+
+def _slowdowns(options: LinkOptions, device: torch.device) -> dict[bool, float]:
+    """`Link.overlap_slowdown` of the largest group inside a node (False), and of the largest across nodes (True)."""
+    nodes, ranks_per_node = find_nodes(options.ranks_per_node, device)
+    flat = [shape for shape in shapes(nodes, ranks_per_node) if shape.nodes in (1, shape.ranks)]
+    largest = {shape.nodes > 1: shape for shape in flat}  # shapes grow
+    return {
+        across: overlap_slowdown(make_group(shape, nodes, ranks_per_node), device, options.repeats)
+        for across, shape in largest.items()
+    }
 
 
 @contextmanager
@@ -140,21 +195,16 @@ def _check_backend(backend: str | None) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """One rank of `launch_links`."""
     parser = argparse.ArgumentParser(prog="profiler.links", description="Measure links; run it under torchrun.")
-    parser.add_argument("--output", type=Path, required=True, help="file that rank 0 writes the link to, as JSON")
-    parser.add_argument("--backend", choices=BACKENDS)
-    parser.add_argument("--sizes", type=lambda text: [int(size) for size in text.split(",")], help="bytes, with commas")
-    parser.add_argument("--operations", type=lambda text: text.split(","), default=OPERATIONS)
-    parser.add_argument("--warm-up", type=int, default=WARM_UP)
-    parser.add_argument("--repeats", type=int, default=REPEATS)
-    options = vars(parser.parse_args(arguments))
-    output = options.pop("output")
+    parser.add_argument("--output", type=Path, required=True, help="file that rank 0 writes the links to, as JSON")
+    parser.add_argument("--options", type=json.loads, default={}, help="fields of LinkOptions, as JSON")
+    parsed = parser.parse_args(arguments)
     try:
-        link = measure_links(**options, progress=print_progress)
+        links = measure_links(LinkOptions(**parsed.options), progress=print_progress)
     except PlannerError as error:
         sys.stderr.write(f"{error}\n")
         return 1
     if os.environ["RANK"] == "0":
-        output.write_text(link.model_dump_json(), encoding="utf-8")
+        parsed.output.write_text(links.model_dump_json(), encoding="utf-8")
     return 0
 
 

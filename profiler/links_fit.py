@@ -25,14 +25,16 @@ is the only one. For a fixed ratio r = (1/B)/a the best a has a closed form, whi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.errors import SpecError
-from planner.spec import Link, LinkMeasurement
+from planner.spec import Link, LinkFit, LinkMeasurement, Links
 
 NEGLIGIBLE = 1e-6
 """Below this share of every row, the part that latency (or bandwidth) has in the time is not seen."""
+FEWEST_ROWS = 2
+"""Latency and bandwidth are two unknowns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +50,15 @@ class Term:
         return self.hops + ratio * self.bytes
 
 
-def fit(rows: Sequence[LinkMeasurement]) -> Link:
-    """The link whose ring formulas come closest to the rows, by equation (4).
+def fit(rows: Sequence[LinkMeasurement], *, overlap_slowdown: float | None = None) -> Link:
+    """The link whose ring formulas come closest to the rows, by equation (4); of every operation by itself, too.
+
+    Rows of groups with several ranks on several nodes run over two links, so they are kept but not fitted.
 
     Args:
-        rows: at least two; they should span sizes that are bound by latency and sizes that are bound by bandwidth.
+        rows: at least two of groups over this link alone; they should span sizes that are bound by latency and sizes
+            that are bound by bandwidth.
+        overlap_slowdown: goes into the link.
 
     Returns:
         Latency in seconds, bandwidth in bytes per second, and the rows. Where the rows show no bandwidth (all of them
@@ -61,35 +67,74 @@ def fit(rows: Sequence[LinkMeasurement]) -> Link:
     Raises:
         SpecError: fewer than two rows.
     """
-    if len(rows) < 2:
+    flat = [row for row in rows if row.nodes in (1, row.ranks)]
+    if len(flat) < FEWEST_ROWS:
         raise SpecError(
-            f"two unknowns cannot be fitted to {len(rows)} measured rows.",
+            f"two unknowns cannot be fitted to {len(flat)} measured rows.",
             field="measurements",
             mend="measure at least two sizes.",
         )
+    latency, bandwidth = _solve(flat)
+    return Link(
+        latency_seconds=latency,
+        bandwidth_bytes_per_second=bandwidth,
+        relative_residual=residual(latency, bandwidth, flat),
+        fits=tuple(_fits(flat)),
+        overlap_slowdown=overlap_slowdown,
+        measurements=tuple(rows),
+    )
+
+
+def fit_levels(rows: Sequence[LinkMeasurement], slowdowns: Mapping[bool, float]) -> Links:
+    """The links inside and between nodes, each from the rows of its level.
+
+    Args:
+        rows: of both levels.
+        slowdowns: `Link.overlap_slowdown` by whether the groups span several nodes; a level may be missing.
+    """
+    levels = {across: [row for row in rows if (row.nodes > 1) is across] for across in (False, True)}
+    found = {
+        across: fit(level, overlap_slowdown=slowdowns.get(across)) if level else None
+        for across, level in levels.items()
+    }
+    return Links(intra_node=found[False], inter_node=found[True])
+
+
+def _fits(rows: Sequence[LinkMeasurement]) -> Iterator[LinkFit]:
+    """One fit per operation that has enough rows, in order of first appearance."""
+    for operation in dict.fromkeys(row.operation for row in rows):
+        own = [row for row in rows if row.operation == operation]
+        if len(own) >= FEWEST_ROWS:
+            latency, bandwidth = _solve(own)
+            yield LinkFit(
+                operation=operation,
+                latency_seconds=latency,
+                bandwidth_bytes_per_second=bandwidth,
+                relative_residual=residual(latency, bandwidth, own),
+            )
+
+
+def _solve(rows: Sequence[LinkMeasurement]) -> tuple[float, float]:
+    """Latency and bandwidth that minimise (4)."""
     terms = [Term(*factors_of(row), row.seconds) for row in rows]
     ratios = [term.hops / term.bytes for term in terms]
     least, largest = NEGLIGIBLE * min(ratios), max(ratios) / NEGLIGIBLE
     ratio = _root(terms, least, largest)
     latency = _best_latency(terms, ratio)
     bandwidth = max(term.bytes / term.seconds for term in terms) if ratio == least else 1.0 / (ratio * latency)
-    return Link(
-        latency_seconds=0.0 if ratio == largest else latency,
-        bandwidth_bytes_per_second=bandwidth,
-        measurements=tuple(rows),
-    )
+    return 0.0 if ratio == largest else latency, bandwidth
 
 
-def residual(link: Link) -> float:
-    """Root mean square of log(predicted / measured) over the link's rows: 0.1 is typically 10 % off."""
-    errors = [math.log(predict(link, row) / row.seconds) for row in link.measurements]
-    return math.sqrt(math.fsum(error * error for error in errors) / len(errors)) if errors else 0.0
+def residual(latency_seconds: float, bandwidth_bytes_per_second: float, rows: Sequence[LinkMeasurement]) -> float:
+    """Root mean square of log(predicted / measured) over the rows: 0.1 is typically 10 % off."""
+    errors = [math.log(predict(latency_seconds, bandwidth_bytes_per_second, row) / row.seconds) for row in rows]
+    return math.sqrt(math.fsum(error * error for error in errors) / len(errors))
 
 
-def predict(link: Link, row: LinkMeasurement) -> float:
+def predict(latency_seconds: float, bandwidth_bytes_per_second: float, row: LinkMeasurement) -> float:
     """Seconds that equations (1) to (3) give for the exchange of a row."""
     hops, moved_bytes = factors_of(row)
-    return hops * link.latency_seconds + moved_bytes / link.bandwidth_bytes_per_second
+    return hops * latency_seconds + moved_bytes / bandwidth_bytes_per_second
 
 
 def factors_of(row: LinkMeasurement) -> tuple[float, float]:

@@ -1,27 +1,28 @@
 """Timing of collectives on the current process group (gloo or nccl).
 
-Ranks stand in groups of n consecutive ranks, and all groups of one size work at the same time: so they do in training,
-where every group of a mesh axis communicates at once. A sample times a run of exchanges back to back between barriers
-(as nccl-tests does), so that ranks leaving a barrier at different times do not count; it ends when the last rank ends.
-The row is the median of the samples.
+Ranks stand in groups (`profiler.links_groups`), and all groups of one shape work at the same time. A sample times a run
+of exchanges back to back between barriers (as nccl-tests does), so that ranks leaving a barrier at different times do
+not count; it ends when the last rank ends. The row is the median of the samples, with their spread.
 """
 
 from __future__ import annotations
 
-import statistics
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 import torch.distributed as dist
 
-from planner.errors import RunError, SpecError
+from planner.errors import SpecError
 from planner.spec import LinkMeasurement
+from planner.spec.cluster import OperationName
+from profiler.links_groups import RankGroup, find_nodes, make_group, shapes
 from profiler.links_torchrun import Progress
+from profiler.measure_timing import Timing
 
-OperationName = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "point_to_point"]
 OPERATIONS: tuple[OperationName, ...] = get_args(OperationName)
 
 BYTES_PER_ELEMENT = 4
@@ -29,36 +30,29 @@ BYTES_PER_SAMPLE = 4 << 20
 """Small tensors are exchanged repeatedly in a sample, until it moves about so much."""
 EXCHANGES_PER_SAMPLE = 10
 """But never more often than this."""
+FEWEST_SIZES = 2
+"""Latency and bandwidth are two unknowns."""
 
 Exchange = Callable[[int], None]
 """Runs the i-th exchange of a sample."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankGroup:
-    """The group of `ranks` consecutive ranks that this rank stands in."""
-
-    ranks: int
-    members: tuple[int, ...]
-    """Global ranks; empty for a rank of the remainder that makes no whole group."""
-    process_group: dist.ProcessGroup | None
-    """None for a rank of the remainder."""
-
-
-def default_sizes(device: torch.device) -> tuple[int, ...]:
-    """1 KiB, 4 KiB, ... up to 64 MiB on CPU and 1 GiB on an accelerator."""
-    top = 64 << 20 if device.type == "cpu" else 1 << 30
+def default_sizes(device: torch.device, max_bytes: int | None = None) -> tuple[int, ...]:
+    """1 KiB, 4 KiB, ... up to `max_bytes`; None: 64 MiB on CPU and 1 GiB on an accelerator."""
+    top = max_bytes or (64 << 20 if device.type == "cpu" else 1 << 30)
     return tuple(1 << exponent for exponent in range(10, top.bit_length(), 2))
 
 
-def group_sizes(world: int) -> tuple[int, ...]:
-    """2, 4, 8, ... and the whole world.
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How long, and how often, an exchange is timed."""
 
-    >>> group_sizes(6)
-    (2, 4, 6)
-    """
-    powers = {1 << exponent for exponent in range(1, world.bit_length()) if 1 << exponent <= world}
-    return tuple(sorted(powers | {world}))
+    warm_up: int = 1
+    """Samples thrown away."""
+    repeats: int = 5
+    """Samples the median is taken over."""
+    limit_seconds: float = math.inf
+    """No size is begun that would not end within this time, but the two smallest always are."""
 
 
 def measure_rows(
@@ -66,42 +60,93 @@ def measure_rows(
     operations: Sequence[str],
     *,
     device: torch.device,
-    warm_up: int,
-    repeats: int,
+    sampling: Sampling,
+    ranks_per_node: int | None = None,
     progress: Progress | None = None,
 ) -> tuple[LinkMeasurement, ...]:
-    """Seconds of every operation, size and group size. Every rank must call it, and every rank gets the same rows.
+    """Seconds of every operation, size and group shape. Every rank must call it, and every rank gets the same rows.
 
     Args:
         sizes: bytes of the full tensor; rounded down to whole elements on every rank.
         operations: what to measure.
         device: of this rank's tensors.
-        warm_up: samples thrown away.
-        repeats: samples the median is taken over.
+        sampling: how often, and for how long.
+        ranks_per_node: None: what torchrun started on a node.
 
     Raises:
         SpecError: sizes, operations or counts that cannot be measured.
         RunError: there is no process group, or it has one rank.
     """
-    check_request(sizes, operations, warm_up, repeats)
-    world = _world()
+    check_request(sizes, operations, sampling)
+    nodes, here = find_nodes(ranks_per_node, device)
+    groups = [make_group(shape, nodes, here) for shape in shapes(nodes, here)]
     wanted = [name for name in OPERATIONS if name in operations]
-    groups = [_make_group(world, ranks) for ranks in group_sizes(world)]
-    cases = [(group, name, size) for group in groups for name in wanted for size in sizes if _applies(name, group)]
-    samples = []
-    for done, (group, name, size) in enumerate(cases):
-        if progress is not None:
-            progress(done, len(cases), f"{name} of {size} bytes, {group.ranks} ranks")
-        samples.append(_samples(name, group, size, device, warm_up, repeats))
+    cases = [(name, group) for group in groups for name in wanted if _applies(name, group)]
+    rows: list[LinkMeasurement] = []
+    pace = _Pace(sampling.limit_seconds, device)
+    ordered = sorted(sizes)
+    for number, size in enumerate(ordered):
+        # Smallest first: when the time is used up, only the largest sizes are missing.
+        if number >= FEWEST_SIZES and not pace.allows(size):
+            break
+        samples = []
+        for done, (name, group) in enumerate(cases, start=number * len(cases)):
+            if progress is not None:
+                progress(done, len(ordered) * len(cases), _describe(name, size, group))
+            samples.append(_samples(name, group, size, device, sampling))
+        rows += _rows(cases, size, _slowest(samples, device))
+        pace.ended(size)
     if progress is not None:
-        progress(len(cases), len(cases), "links measured")
-    return tuple(
-        LinkMeasurement(operation=name, bytes=_whole_bytes(size, group.ranks), ranks=group.ranks, seconds=seconds)
-        for (group, name, size), seconds in zip(cases, _agree(samples, device), strict=True)
-    )
+        progress(len(ordered) * len(cases), len(ordered) * len(cases), "links measured")
+    return tuple(sorted(rows, key=lambda row: (row.nodes > 1, row.nodes, row.ranks, OPERATIONS.index(row.operation))))
 
 
-def check_request(sizes: Sequence[int] | None, operations: Sequence[str], warm_up: int, repeats: int) -> None:
+class _Pace:
+    """Whether there is time for one more size; the ranks agree, by the clock of the slowest."""
+
+    def __init__(self, limit_seconds: float, device: torch.device) -> None:
+        self._limit_seconds = limit_seconds
+        self._device = device
+        self._started = self._before = perf_counter()
+        self._seconds_per_byte = 0.0
+
+    def ended(self, size: int) -> None:
+        """All exchanges of this size are done."""
+        now = perf_counter()
+        self._seconds_per_byte, self._before = (now - self._before) / size, now
+
+    def allows(self, size: int) -> bool:
+        """An exchange takes at most in proportion to its size what that of the size before took."""
+        expected = self._before - self._started + self._seconds_per_byte * size
+        slowest = torch.tensor(expected, dtype=torch.float64, device=self._device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return slowest.item() <= self._limit_seconds
+
+
+def _describe(name: str, size: int, group: RankGroup) -> str:
+    where = f" on {group.shape.nodes} nodes" if group.shape.nodes > 1 else ""
+    return f"{name} of {size} bytes, {group.ranks} ranks{where}"
+
+
+def _rows(
+    cases: Sequence[tuple[OperationName, RankGroup]], size: int, samples: Sequence[Sequence[float]]
+) -> list[LinkMeasurement]:
+    """Median and spread of the samples of every case."""
+    timings = [Timing(tuple((sample,) for sample in each)) for each in samples]
+    return [
+        LinkMeasurement(
+            operation=name,
+            bytes=_whole_bytes(size, group.ranks),
+            ranks=group.ranks,
+            nodes=group.shape.nodes,
+            seconds=timing.median(),
+            relative_spread=timing.spread,
+        )
+        for (name, group), timing in zip(cases, timings, strict=True)
+    ]
+
+
+def check_request(sizes: Sequence[int] | None, operations: Sequence[str], sampling: Sampling) -> None:
     """Refuse what cannot be measured; sizes may be None, for the device's default.
 
     Raises:
@@ -120,51 +165,26 @@ def check_request(sizes: Sequence[int] | None, operations: Sequence[str], warm_u
             field="sizes",
             mend="give e.g. 1024,1048576.",
         )
-    if warm_up < 0 or repeats < 1:
+    if sampling.warm_up < 0 or sampling.repeats < 1:
         raise SpecError(
-            f"cannot take {warm_up} warm-up samples and {repeats} samples.",
-            field="repeats" if repeats < 1 else "warm_up",
+            f"cannot take {sampling.warm_up} warm-up samples and {sampling.repeats} samples.",
+            field="repeats" if sampling.repeats < 1 else "warm_up",
             mend="give warm_up >= 0 and repeats >= 1.",
         )
-
-
-def _world() -> int:
-    if not dist.is_initialized():
-        raise RunError("there is no process group.", mend="call torch.distributed.init_process_group first.")
-    world = dist.get_world_size()
-    if world < 2:
-        raise RunError(
-            "a link has two ends, but there is one rank.", field="ranks", mend="start at least 2 ranks with torchrun."
-        )
-    return world
-
-
-def _make_group(world: int, ranks: int) -> RankGroup:
-    """This rank's group among all groups of `ranks` consecutive ranks."""
-    mine = RankGroup(ranks, (), None)
-    for first in range(0, world - ranks + 1, ranks):
-        members = tuple(range(first, first + ranks))
-        # Every rank must take part in the making of every group, also of those it is not in.
-        process_group = dist.new_group(list(members))
-        if dist.get_rank() in members:
-            mine = RankGroup(ranks, members, process_group)
-    return mine
 
 
 def _applies(name: OperationName, group: RankGroup) -> bool:
     return name != "point_to_point" or group.ranks == 2
 
 
-def _samples(
-    name: OperationName, group: RankGroup, size: int, device: torch.device, warm_up: int, repeats: int
-) -> list[float]:
+def _samples(name: OperationName, group: RankGroup, size: int, device: torch.device, sampling: Sampling) -> list[float]:
     """This rank's seconds per exchange, one number per sample; zeros for a rank of the remainder."""
     whole = _whole_bytes(size, group.ranks)
     exchange = EXCHANGES[name](group, whole // BYTES_PER_ELEMENT, device) if group.members else _stand_by
     # Even, so that a ping-pong ends at the rank that started it.
     count = 2 * max(1, min(EXCHANGES_PER_SAMPLE, BYTES_PER_SAMPLE // whole) // 2)
-    seconds = [_sample(exchange, count, device) for _ in range(warm_up + repeats)][warm_up:]
-    return seconds if group.members else [0.0] * repeats
+    seconds = [_sample(exchange, count, device) for _ in range(sampling.warm_up + sampling.repeats)]
+    return seconds[sampling.warm_up :] if group.members else [0.0] * sampling.repeats
 
 
 def _sample(exchange: Exchange, count: int, device: torch.device) -> float:
@@ -182,11 +202,12 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _agree(samples: Sequence[Sequence[float]], device: torch.device) -> list[float]:
-    """Median over samples of the slowest rank's seconds; the same numbers on every rank."""
+def _slowest(samples: Sequence[Sequence[float]], device: torch.device) -> list[list[float]]:
+    """The slowest rank's seconds of every sample; the same numbers on every rank."""
     slowest = torch.tensor(samples, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return [statistics.median(row) for row in slowest.tolist()]
+    found: list[list[float]] = slowest.tolist()
+    return found
 
 
 def _whole_bytes(size: int, ranks: int) -> int:

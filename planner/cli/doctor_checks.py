@@ -133,9 +133,11 @@ def _nccl(name: str) -> Finding:
 
 def _all_reduce(backend: str, ranks: int) -> str:
     """Start real ranks under torchrun and let them reduce one small tensor."""
-    from profiler.links import launch_links
+    from profiler.links import LinkOptions, launch_links
 
-    link = launch_links(ranks, backend=backend, sizes=(1024, 4096), operations=("all_reduce",), repeats=1)
+    options = LinkOptions(backend=backend, sizes=(1024, 4096), operations=("all_reduce",), repeats=1, overlap=False)
+    link = launch_links(ranks, options).intra_node
+    assert link is not None  # ranks started here stand on one node
     return (
         f"{ranks} ranks started and reduced {len(link.measurements)} tensors, latency {seconds(link.latency_seconds)}"
     )

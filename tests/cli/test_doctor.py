@@ -6,7 +6,8 @@ import pytest
 
 from planner.cli import doctor_checks
 from planner.cli.doctor_checks import CHECKS, Finding
-from planner.spec import Link, LinkMeasurement
+from planner.spec import Link, LinkMeasurement, Links
+from profiler.links import LinkOptions
 from tests.cli.support import Command
 
 CHEAP = [name for name in CHECKS if name not in ("gloo", "nccl")]
@@ -65,12 +66,12 @@ def test_without_torch_planning_still_works(planner: Command, monkeypatch: pytes
 
 def test_gloo_is_tried_with_real_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check asks for two ranks over gloo and one small tensor; its failure is the finding's."""
-    asked: list[tuple[int, str]] = []
+    asked: list[tuple[int, str | None]] = []
 
-    def launch_links(ranks: int, *, backend: str, **options: object) -> Link:
-        asked.append((ranks, backend))
+    def launch_links(ranks: int, options: LinkOptions) -> Links:
+        asked.append((ranks, options.backend))
         row = LinkMeasurement(operation="all_reduce", bytes=1024, ranks=ranks, seconds=1e-4)
-        return Link(latency_seconds=1e-5, bandwidth_bytes_per_second=1e9, measurements=(row,))
+        return Links(intra_node=Link(latency_seconds=1e-5, bandwidth_bytes_per_second=1e9, measurements=(row,)))
 
     monkeypatch.setattr("profiler.links.launch_links", launch_links)
     assert CHECKS["gloo"]("gloo").status == "ok"

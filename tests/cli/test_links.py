@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from planner.cli.links import link_text
-from planner.spec import Link, LinkMeasurement, parse, read
+from planner.cli.links import links_text
+from planner.spec import Link, LinkFit, LinkMeasurement, Links, parse, read
+from profiler.links import LinkOptions
 from tests.cli.support import Command
 
 
@@ -34,16 +35,55 @@ def test_only_rank_0_speaks(planner: Command, monkeypatch: pytest.MonkeyPatch) -
     """Under torchrun every rank measures, and the first alone prints."""
     row = LinkMeasurement(operation="all_reduce", bytes=1024, ranks=2, seconds=1e-4)
     link = Link(latency_seconds=1e-5, bandwidth_bytes_per_second=1e9, measurements=(row,))
-    monkeypatch.setattr("profiler.links.launch_links", lambda ranks, **options: link)
+    monkeypatch.setattr("profiler.links.launch_links", lambda ranks, options, **limits: Links(intra_node=link))
     monkeypatch.setenv("RANK", "1")
     assert planner("links", "--ranks", "2").out == ""
     monkeypatch.setenv("RANK", "0")
     assert parse(Link, planner("links", "--ranks", "2").json) == link
 
 
+def test_several_nodes_are_both_links(planner: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several nodes, the document holds both links under the names that a node group gives them."""
+    link = Link(latency_seconds=1e-5, bandwidth_bytes_per_second=1e9)
+    links = Links(intra_node=link, inter_node=link.model_copy(update={"overlap_slowdown": 1.25}))
+    monkeypatch.setattr("profiler.links.launch_links", lambda ranks, options, **limits: links)
+    ended = planner("links", "--ranks", "4", "--ranks-per-node", "2", "--json")
+    assert parse(Links, ended.json) == links
+    assert "compute beside it takes 1.25 x as long" in ended.err
+
+
+def test_options_reach_the_measurement(planner: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every option that limits the measurement arrives there."""
+    seen: list[object] = []
+
+    def launch_links(ranks: int, options: object, **limits: object) -> Links:
+        seen.append(options)
+        return Links(intra_node=Link(latency_seconds=1e-5, bandwidth_bytes_per_second=1e9))
+
+    monkeypatch.setattr("profiler.links.launch_links", launch_links)
+    planner("links", "--max-bytes", "4096", "--time-budget", "7", "--ranks-per-node", "1", "--backend", "gloo")
+    wanted = LinkOptions(backend="gloo", max_bytes=4096, time_budget_seconds=7.0, ranks_per_node=1)
+    assert seen == [wanted]
+
+
 def test_text() -> None:
-    """The fitted line is shown with the rows that it was fitted to."""
-    row = LinkMeasurement(operation="reduce_scatter", bytes=4096, ranks=4, seconds=2e-4)
-    text = link_text(Link(latency_seconds=1e-5, bandwidth_bytes_per_second=1e9, measurements=(row,)))
-    assert "latency 10.0 us, bandwidth 1.00 GB/s" in text
-    assert "reduce-scatter" in text
+    """The fitted line is shown with the fits by operation, and the rows that they were fitted to."""
+    row = LinkMeasurement(operation="reduce_scatter", bytes=4096, ranks=4, seconds=2e-4, relative_spread=0.05)
+    fit = LinkFit(
+        operation="reduce_scatter",
+        latency_seconds=3e-5,
+        bandwidth_bytes_per_second=2e9,
+        relative_residual=0.125,
+    )
+    link = Link(
+        latency_seconds=1e-5,
+        bandwidth_bytes_per_second=1e9,
+        relative_residual=0.5,
+        fits=(fit,),
+        measurements=(row,),
+    )
+    text = links_text(Links(intra_node=link))
+    assert "latency 10.0 us, bandwidth 1.00 GB/s of one rank, typically 50.0 % off" in text
+    assert text.count("reduce-scatter") == 2
+    assert "12.5 %" in text
+    assert "5.0 %" in text

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,46 +14,76 @@ import pytest
 import torch
 
 from planner.errors import RunError, SpecError
-from profiler.links import launch_links, main
-from profiler.links_measure import OPERATIONS, default_sizes, group_sizes, measure_rows
+from planner.spec import Links, read
+from profiler.links import LinkOptions, launch_links, main
+from profiler.links_measure import OPERATIONS, Sampling, default_sizes, measure_rows
 from profiler.links_torchrun import run_torchrun
 
 
 @pytest.mark.torchrun
 def test_two_ranks_measure_every_operation() -> None:
-    """Two gloo ranks give one row for every operation and size, with the sizes asked for and a usable link."""
+    """Two gloo ranks give one row and one fit for every operation, with the sizes asked for, and a usable link."""
     seen: list[tuple[int, int]] = []
-    link = launch_links(
-        2,
-        sizes=[1024, 65536],
-        repeats=2,
-        timeout_seconds=120,
-        progress=lambda done, total, _: seen.append((done, total)),
-    )
-    rows = {(row.operation, row.bytes, row.ranks) for row in link.measurements}
-    assert rows == {(name, size, 2) for name in OPERATIONS for size in (1024, 65536)}
+    options = LinkOptions(sizes=(65536, 1024), repeats=2, overlap=False)
+    links = launch_links(2, options, timeout_seconds=120, progress=lambda done, total, _: seen.append((done, total)))
+    link = links.intra_node
+    assert link is not None
+    assert links.inter_node is None
+    rows = {(row.operation, row.bytes, row.ranks, row.nodes) for row in link.measurements}
+    assert rows == {(name, size, 2, 1) for name in OPERATIONS for size in (1024, 65536)}
+    assert all(row.relative_spread is not None for row in link.measurements)
+    assert [fit.operation for fit in link.fits] == list(OPERATIONS)
     assert link.bandwidth_bytes_per_second > 0
+    assert link.overlap_slowdown is None
     assert seen == [(done, 12) for done in range(13)]
 
 
 @pytest.mark.torchrun
 def test_three_ranks_leave_no_rank_behind() -> None:
-    """With three ranks, pairs leave a remainder; sizes are rounded down to whole elements for each of three ranks."""
-    link = launch_links(
-        3, sizes=[1024, 4096], operations=["all_gather", "point_to_point"], repeats=1, timeout_seconds=120
-    )
+    """With three ranks, pairs leave a remainder; sizes are rounded down to whole elements for each of three ranks; the
+    collective beside the compute does not make it faster."""
+    options = LinkOptions(sizes=(1024, 4096), operations=("all_gather", "point_to_point"), repeats=1)
+    link = launch_links(3, options, timeout_seconds=120).intra_node
+    assert link is not None
     rows = {(row.operation, row.bytes, row.ranks) for row in link.measurements}
     pairs = {(name, size, 2) for name in ("all_gather", "point_to_point") for size in (1024, 4096)}
     assert rows == pairs | {("all_gather", 1020, 3), ("all_gather", 4092, 3)}
+    assert link.overlap_slowdown is not None
+    assert link.overlap_slowdown >= 1
+
+
+@pytest.mark.torchrun
+def test_two_agents_are_two_nodes(tmp_path: Path) -> None:
+    """Two torchrun agents of two ranks each measure both levels: pairs inside, pairs across, and both nodes whole."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    output = tmp_path / "links.json"
+    fields = json.dumps({"sizes": [1024, 4096], "operations": ["all_reduce"], "repeats": 1, "overlap": False})
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
+    agent += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+    rank = ["-m", "profiler.links", "--output", str(output), "--options", fields]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    agents = [
+        subprocess.Popen([*agent, f"--node-rank={node}", *rank], env=environment, stdout=subprocess.DEVNULL)
+        for node in (0, 1)
+    ]
+    assert [agent.wait(120) for agent in agents] == [0, 0]
+    links = read(Links, output)
+    assert links.intra_node is not None
+    assert links.inter_node is not None
+    assert {(row.ranks, row.nodes) for row in links.intra_node.measurements} == {(2, 1)}
+    assert {(row.ranks, row.nodes) for row in links.inter_node.measurements} == {(2, 2), (4, 2)}
 
 
 @pytest.mark.torchrun
 def test_failure_of_a_rank_is_told(tmp_path: Path) -> None:
     """A rank that cannot write its result ends in a RunError with that rank's own last words."""
+    fields = {"sizes": [64, 128], "operations": ["broadcast"], "overlap": False}
     with pytest.raises(RunError, match=r"rank 0: (?s:.*)No such file"):
         run_torchrun(
             "profiler.links",
-            ["--output", str(tmp_path / "nowhere" / "links.json"), "--sizes", "64,128", "--operations", "broadcast"],
+            ["--output", str(tmp_path / "nowhere" / "links.json"), "--options", json.dumps(fields)],
             2,
             timeout_seconds=120,
         )
@@ -58,48 +93,63 @@ def test_failure_of_a_rank_is_told(tmp_path: Path) -> None:
 def test_ranks_that_take_too_long_are_ended() -> None:
     """Past the time limit the ranks are ended, and the error names the limit."""
     with pytest.raises(RunError, match=r"after 0\.5 seconds"):
-        launch_links(2, sizes=[1024], timeout_seconds=0.5)
+        launch_links(2, LinkOptions(sizes=(1024,)), timeout_seconds=0.5)
 
 
-def test_group_sizes_are_powers_of_two_and_the_world() -> None:
-    """Groups of 2, 4, ... ranks and of all of them are measured, none twice."""
-    assert group_sizes(2) == (2,)
-    assert group_sizes(6) == (2, 4, 6)
-    assert group_sizes(8) == (2, 4, 8)
+@pytest.mark.torchrun
+def test_the_time_budget_leaves_out_the_largest_sizes() -> None:
+    """With no time at all, the two smallest sizes are measured all the same, because a fit needs them."""
+    options = LinkOptions(
+        sizes=(4096, 16384, 1024), operations=("broadcast",), repeats=1, time_budget_seconds=1e-9, overlap=False
+    )
+    link = launch_links(2, options, timeout_seconds=120).intra_node
+    assert link is not None
+    assert [row.bytes for row in link.measurements] == [1024, 4096]
 
 
-def test_default_sizes_end_where_the_device_says() -> None:
-    """Sizes go by factors of four from 1 KiB to 64 MiB on CPU and 1 GiB on a GPU."""
+def test_default_sizes_end_where_the_device_or_the_user_says() -> None:
+    """Sizes go by factors of four from 1 KiB to 64 MiB on CPU and 1 GiB on a GPU, and never past the user's limit."""
     cpu = default_sizes(torch.device("cpu"))
     assert (cpu[0], cpu[-1]) == (1 << 10, 64 << 20)
     assert all(after == 4 * before for before, after in pairwise(cpu))
     assert default_sizes(torch.device("cuda"))[-1] == 1 << 30
+    assert default_sizes(torch.device("cpu"), 20_000) == (1024, 4096, 16384)
+    assert default_sizes(torch.device("cpu"), 1 << 30)[-1] == 1 << 30
 
 
 @pytest.mark.parametrize(
-    ("arguments", "field"),
+    ("fields", "field"),
     [
-        ({"ranks": 1}, "ranks"),
-        ({"sizes": []}, "sizes"),
-        ({"sizes": [0, 1024]}, "sizes"),
-        ({"operations": ["all_reduse"]}, "operations"),
-        ({"operations": []}, "operations"),
+        ({"sizes": ()}, "sizes"),
+        ({"sizes": (0, 1024)}, "sizes"),
+        ({"sizes": (1024, 4096), "max_bytes": 4096}, "max_bytes"),
+        ({"max_bytes": 4095}, "max_bytes"),
+        ({"operations": ("all_reduse",)}, "operations"),
+        ({"operations": ()}, "operations"),
         ({"repeats": 0}, "repeats"),
         ({"warm_up": -1}, "warm_up"),
+        ({"time_budget_seconds": 0.0}, "time_budget_seconds"),
+        ({"ranks_per_node": 0}, "ranks_per_node"),
         ({"backend": "mpi"}, "backend"),
     ],
 )
-def test_bad_arguments_are_refused_before_ranks_start(arguments: dict[str, object], field: str) -> None:
-    """Every argument that cannot be measured is an error that names it."""
+def test_bad_options_are_refused_before_ranks_start(fields: dict[str, object], field: str) -> None:
+    """Every option that cannot be measured is an error that names it."""
     with pytest.raises(SpecError) as caught:
-        launch_links(**{"ranks": 2, **arguments})  # type: ignore[arg-type]
+        launch_links(2, LinkOptions(**fields))  # type: ignore[arg-type]
     assert caught.value.problems[0].field == field
+
+
+def test_one_rank_is_no_link() -> None:
+    """A link has two ends."""
+    with pytest.raises(SpecError, match="at least 2 ranks"):
+        launch_links(1)
 
 
 def test_measuring_needs_a_process_group() -> None:
     """Without a process group there is nothing to measure, and the error says what to call."""
     with pytest.raises(RunError, match="init_process_group"):
-        measure_rows([1024], OPERATIONS, device=torch.device("cpu"), warm_up=0, repeats=1)
+        measure_rows([1024], OPERATIONS, device=torch.device("cpu"), sampling=Sampling())
 
 
 def test_a_world_of_one_is_refused(

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.errors import SpecError
-from planner.spec import Link, LinkMeasurement
-from profiler.links_fit import factors_of, fit, predict, residual
+from planner.spec import Link, LinkFit, LinkMeasurement
+from profiler.links_fit import factors_of, fit, fit_levels, predict, residual
 from profiler.links_measure import OPERATIONS
 
 latencies = st.floats(1e-6, 1e-2)
@@ -26,12 +26,16 @@ def row(operation: str, size: int, ranks: int, seconds: float = 1.0) -> LinkMeas
 
 def follow(link: Link, rows: list[LinkMeasurement]) -> list[LinkMeasurement]:
     """The rows with the seconds that the link's formulas give."""
-    return [each.model_copy(update={"seconds": predict(link, each)}) for each in rows]
+    return [each.model_copy(update={"seconds": seconds_of(link, each)}) for each in rows]
+
+
+def seconds_of(link: Link | LinkFit, row: LinkMeasurement) -> float:
+    return predict(link.latency_seconds, link.bandwidth_bytes_per_second, row)
 
 
 def misfit(link: Link, rows: list[LinkMeasurement]) -> float:
     """The objective of the fit, equation (4)."""
-    ratios = [predict(link, each) / each.seconds for each in rows]
+    ratios = [seconds_of(link, each) / each.seconds for each in rows]
     return math.fsum(ratio + 1 / ratio - 2 for ratio in ratios)
 
 
@@ -64,7 +68,8 @@ def test_fit_recovers_latency_and_bandwidth(latency: float, bandwidth: float, op
     fitted = fit(follow(link, rows))
     assert fitted.latency_seconds == pytest.approx(latency, rel=1e-6)
     assert fitted.bandwidth_bytes_per_second == pytest.approx(bandwidth, rel=1e-6)
-    assert residual(fitted) < 1e-6
+    assert fitted.relative_residual == pytest.approx(0, abs=1e-6)
+    assert [fit.operation for fit in fitted.fits] == [operation]
     assert len(fitted.measurements) == len(rows)
 
 
@@ -105,6 +110,38 @@ def test_one_row_is_refused() -> None:
         fit([row("broadcast", 1024, 2)])
 
 
-def test_residual_is_zero_without_rows() -> None:
-    """A link from a data sheet has no residual."""
-    assert residual(Link(latency_seconds=1e-6, bandwidth_bytes_per_second=1e9)) == 0.0
+def test_each_operation_has_its_own_fit() -> None:
+    """Two operations of different speed are each fitted exactly, while the one fit over both is off by their ratio."""
+    fast = Link(latency_seconds=1e-5, bandwidth_bytes_per_second=4e9)
+    slow = Link(latency_seconds=1e-5, bandwidth_bytes_per_second=1e9)
+    sizes = [1 << exponent for exponent in range(10, 31, 2)]
+    rows = follow(fast, [row("broadcast", size, 2) for size in sizes])
+    rows += follow(slow, [row("all_gather", size, 4) for size in sizes])
+    fitted = fit(rows)
+    assert [each.operation for each in fitted.fits] == ["broadcast", "all_gather"]
+    assert [each.bandwidth_bytes_per_second for each in fitted.fits] == pytest.approx([4e9, 1e9])
+    assert all(each.relative_residual < 1e-6 for each in fitted.fits)
+    assert fitted.relative_residual is not None
+    assert fitted.relative_residual > 0.3
+
+
+def test_the_residual_is_the_typical_error() -> None:
+    """Predictions that are twice and half of what was measured have a residual of log 2."""
+    rows = [row("broadcast", 1000, 2, 0.5), row("broadcast", 1000, 2, 2.0)]
+    assert residual(0.0, 1000.0, rows) == pytest.approx(math.log(2))
+
+
+def test_levels_are_fitted_apart() -> None:
+    """Rows inside and between nodes give two links; rows over both are kept, but no ring over one link fits them."""
+    inside, between = (Link(latency_seconds=a, bandwidth_bytes_per_second=b) for a, b in ((1e-6, 1e11), (1e-5, 1e10)))
+    sizes = [1 << exponent for exponent in range(10, 31, 2)]
+    rows = follow(inside, [row("all_reduce", size, 4) for size in sizes])
+    rows += [each.model_copy(update={"nodes": 2}) for each in follow(between, [row("all_reduce", s, 2) for s in sizes])]
+    rows += [row("all_reduce", size, 8, 1.0).model_copy(update={"nodes": 2}) for size in sizes]
+    links = fit_levels(rows, {False: 1.5})
+    assert links.intra_node is not None
+    assert links.inter_node is not None
+    assert links.intra_node.bandwidth_bytes_per_second == pytest.approx(1e11)
+    assert links.inter_node.bandwidth_bytes_per_second == pytest.approx(1e10)
+    assert (links.intra_node.overlap_slowdown, links.inter_node.overlap_slowdown) == (1.5, None)
+    assert len(links.inter_node.measurements) == 2 * len(sizes)
