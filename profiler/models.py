@@ -18,7 +18,27 @@ from torch import Tensor, nn
 from planner.errors import MismatchError
 from profiler.cut import LayerCut, cut_model, layer_outputs
 
-InputKind = Literal["tokens", "images", "features"]
+InputKind = Literal["tokens", "images", "features", "indices"]
+"""Token ids, images, other numbers, or whole numbers other than token ids (classes, time steps)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """One tensor that a model takes."""
+
+    kind: InputKind
+    sample_shape: tuple[int, ...] = ()
+    """Shape of one sample; empty for tokens, whose shape is (sequence,)."""
+    limit: int = 0
+    """Whole numbers stand in [0, limit)."""
+
+    def example(self, micro_batch_size: int, sequence_length: int, device: torch.device | str) -> Tensor:
+        """A random micro-batch: ids of shape (micro_batch_size, sequence_length), else
+        (micro_batch_size, *sample_shape) whole or normal numbers."""
+        shape = (micro_batch_size, *((sequence_length,) if self.kind == "tokens" else self.sample_shape))
+        if self.kind in ("tokens", "indices"):
+            return torch.randint(max(self.limit, 1), shape, device=device)
+        return torch.randn(shape, device=device)
 
 
 @dataclass(frozen=True)
@@ -36,6 +56,10 @@ class ModelSource:
     """Most tokens per sample; 0 when the model states no limit, or takes no tokens."""
     config: Any = field(default=None, repr=False)
     """The transformers configuration, when there is one."""
+    further_inputs: tuple[ModelInput, ...] = ()
+    """What the model takes besides its first input."""
+    keywords: tuple[str, ...] = ()
+    """Names that the model's forward gives its inputs; empty: they are told by their places."""
 
     def build(self) -> nn.Module:
         """A new model in training mode, in fp32, under the caller's default device."""
@@ -51,15 +75,16 @@ class ModelSource:
         """One model on meta to read names and shapes from; not to be changed."""
         return self.build_on_meta()
 
+    @property
+    def inputs(self) -> tuple[ModelInput, ...]:
+        """All that the model takes."""
+        return ModelInput(self.input_kind, self.sample_shape, self.vocabulary_size), *self.further_inputs
+
     def example_inputs(
         self, micro_batch_size: int, sequence_length: int, device: torch.device | str = "cpu"
     ) -> tuple[Tensor, ...]:
-        """Random inputs of one micro-batch: ids of shape (micro_batch_size, sequence_length), or
-        (micro_batch_size, *sample_shape) normal numbers when the model takes no tokens."""
-        if self.input_kind == "tokens":
-            shape: tuple[int, ...] = (micro_batch_size, sequence_length)
-            return (torch.randint(max(self.vocabulary_size, 1), shape, device=device),)
-        return (torch.randn((micro_batch_size, *self.sample_shape), device=device),)
+        """Random inputs of one micro-batch, one tensor per input of the model (`ModelInput.example`)."""
+        return tuple(each.example(micro_batch_size, sequence_length, device) for each in self.inputs)
 
     def cut(self, module: nn.Module | None = None) -> LayerCut:
         """The layers of this model, found once on meta tensors; they hold for every module that `build` returns.
@@ -111,7 +136,8 @@ def load_model(reference: str) -> ModelSource:
     Args:
         reference: a catalogue name (`profiler.catalogue.names`), the path of a Hugging Face config.json or of the
             directory that holds it, or ``package.module:callable``. The callable takes no arguments and returns a new
-            `nn.Module`, or (`nn.Module`, example inputs with the micro-batch as their first dimension).
+            `nn.Module`, or (`nn.Module`, example inputs): one tensor, or a tuple or dict of tensors, all with the
+            micro-batch as their first dimension.
 
     Raises:
         UnknownNameError: neither a file nor a catalogue name; lists close matches.

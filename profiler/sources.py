@@ -6,9 +6,11 @@ import difflib
 import importlib
 import os
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +18,13 @@ from torch import Tensor, nn
 from planner.errors import DocumentError, UnknownNameError, UnsupportedError
 from planner.spec.document import read_data
 from profiler.catalogue import CatalogueEntry
-from profiler.models import InputKind, ModelSource
+from profiler.models import ModelInput, ModelSource
 from profiler.tensor_parallel import follow_local_heads
+
+DEFAULT_IMAGE_SIZE = 224
+"""Pixels; of models whose configuration states none (ImageNet's usual crop)."""
+Example = Tensor | tuple[Tensor, ...] | dict[str, Tensor] | None
+"""Inputs that a user's callable returns beside its module."""
 
 
 def from_catalogue(entry: CatalogueEntry) -> ModelSource:
@@ -50,18 +57,10 @@ def from_config(name: str, data: dict[str, Any], *, where: str) -> ModelSource:
         DocumentError, UnknownNameError, UnsupportedError: see `load_model`.
     """
     config = _read_config(data, where)
-    auto_class = _auto_class(config, where)
-    builder = partial(_build_transformer, auto_class, config)
+    task = _task(config, where)
+    builder = partial(_build_transformer, task.auto_class, config)
     _try_building(builder, where)
-    text = config.get_text_config()
-    return ModelSource(
-        name,
-        "tokens",
-        builder,
-        vocabulary_size=text.vocab_size,
-        longest_sequence=getattr(text, "max_position_embeddings", None) or 0,
-        config=config,
-    )
+    return task.describe(name, config, builder)
 
 
 def _transformers() -> Any:
@@ -101,25 +100,103 @@ def _close(name: str, known: list[str]) -> str:
     return f"did you mean {', '.join(close)}?" if close else "check the name."
 
 
-def _auto_class(config: Any, where: str) -> Any:
-    """The transformers auto class of the configuration's task: its `architectures`, else what its type can do."""
-    transformers = _transformers()
-    from transformers.models.auto import modeling_auto
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What a transformers model is trained for: the auto class that builds it, and what it takes."""
 
-    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
-    masked = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.get(config.model_type)
-    asked = (getattr(config, "architectures", None) or [None])[0]
-    if asked is None:
-        asked = masked if masked and not getattr(config, "is_decoder", False) else causal
-    if asked is not None and asked == causal:
-        return transformers.AutoModelForCausalLM
-    if asked is not None and asked == masked:
-        return transformers.AutoModelForMaskedLM
-    raise UnsupportedError(
-        f"{asked or config.model_type} is no causal or masked language model.",
-        field=f"{where}: architectures",
-        mend=f"use {' or '.join(name for name in (causal, masked) if name) or 'another model'}.",
+    title: str
+    auto_class: Any
+    class_names: Any
+    """Class of the task's models by model type."""
+    describe: Callable[[str, Any, Callable[[], nn.Module]], ModelSource]
+
+
+def _tasks() -> tuple[_Task, ...]:
+    """In the order in which they are preferred where the configuration does not tell."""
+    transformers = _transformers()
+    from transformers.models.auto import modeling_auto as auto
+
+    return (
+        _Task(
+            "encoder-decoder",
+            transformers.AutoModelForSeq2SeqLM,
+            auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+            _encoder_decoder,
+        ),
+        _Task(
+            "masked language",
+            transformers.AutoModelForMaskedLM,
+            auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+            _language_model,
+        ),
+        _Task(
+            "causal language",
+            transformers.AutoModelForCausalLM,
+            auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+            _language_model,
+        ),
+        _Task(
+            "image classification",
+            transformers.AutoModelForImageClassification,
+            auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+            _image_classifier,
+        ),
     )
+
+
+def _task(config: Any, where: str) -> _Task:
+    """The task of the configuration: of its `architectures`, else the first that its type can do.
+
+    Raises:
+        UnsupportedError: none of the tasks that are known here.
+    """
+    able = [task for task in _tasks() if config.model_type in task.class_names]
+    asked = (getattr(config, "architectures", None) or [None])[0]
+    if asked is not None:
+        found = [task for task in able if asked in _class_names(task, config)]
+    elif getattr(config, "is_encoder_decoder", False) or getattr(config, "is_decoder", False):
+        found = [task for task in able if task.title != "masked language"]
+    else:
+        found = [task for task in able if task.title != "encoder-decoder"]
+    if found:
+        return found[0]
+    known = [name for task in able for name in _class_names(task, config)]
+    raise UnsupportedError(
+        f"{asked or config.model_type} is trained for none of the tasks that are known here "
+        f"({', '.join(task.title for task in _tasks())}).",
+        field=f"{where}: architectures",
+        mend=f"use {' or '.join(known) or 'another model'}.",
+    )
+
+
+def _class_names(task: _Task, config: Any) -> tuple[str, ...]:
+    names = task.class_names[config.model_type]
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _language_model(name: str, config: Any, builder: Callable[[], nn.Module]) -> ModelSource:
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None) or 0
+    return ModelSource(
+        name, "tokens", builder, vocabulary_size=text.vocab_size, longest_sequence=longest, config=config
+    )
+
+
+def _encoder_decoder(name: str, config: Any, builder: Callable[[], nn.Module]) -> ModelSource:
+    """Takes the ids of the encoder and those of the decoder, sequences of one length."""
+    source = _language_model(name, config, builder)
+    return replace(
+        source,
+        further_inputs=(ModelInput("tokens", limit=source.vocabulary_size),),
+        keywords=("input_ids", "decoder_input_ids"),
+    )
+
+
+def _image_classifier(name: str, config: Any, builder: Callable[[], nn.Module]) -> ModelSource:
+    size = getattr(config, "image_size", None) or DEFAULT_IMAGE_SIZE
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    shape = (getattr(config, "num_channels", 3), height, width)
+    return ModelSource(name, "images", builder, sample_shape=shape, config=config)
 
 
 def _build_transformer(auto_class: Any, config: Any) -> nn.Module:
@@ -196,7 +273,7 @@ def _find_callable(reference: str) -> Any:
     return found
 
 
-def _call(function: Any, reference: str) -> tuple[nn.Module, Tensor | None]:
+def _call(function: Any, reference: str) -> tuple[nn.Module, Example]:
     try:
         result = function()
     except Exception as error:  # any: it is the user's code
@@ -204,15 +281,19 @@ def _call(function: Any, reference: str) -> tuple[nn.Module, Tensor | None]:
             f"the callable failed: {_first_line(error)}", field=reference, mend="make it run without arguments."
         ) from error
     module, example = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-    if isinstance(example, tuple | list) and len(example) == 1:
-        example = example[0]
-    if not isinstance(module, nn.Module) or not (example is None or isinstance(example, Tensor)):
+    example = tuple(example) if isinstance(example, list) else example
+    if not isinstance(module, nn.Module) or not _is_example(example):
         raise DocumentError(
             f"the callable returned {type(result).__name__}.",
             field=reference,
-            mend="return an nn.Module, or (nn.Module, one example input tensor).",
+            mend="return an nn.Module, or (nn.Module, example inputs: a tensor, or a tuple or dict of tensors).",
         )
     return module, example
+
+
+def _is_example(value: Any) -> TypeGuard[Example]:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else [value]
+    return value is None or (len(parts) > 0 and all(isinstance(part, Tensor) and part.dim() > 0 for part in parts))
 
 
 def _build_from(function: Any, reference: str) -> nn.Module:
@@ -221,16 +302,15 @@ def _build_from(function: Any, reference: str) -> nn.Module:
     return model
 
 
-def _describe(name: str, module: nn.Module, example: Tensor | None, builder: Any) -> ModelSource:
+def _describe(name: str, module: nn.Module, example: Example, builder: Any) -> ModelSource:
     config = getattr(module, "config", None)
-    if hasattr(module, "base_model") and config is not None:
-        longest = getattr(config, "max_position_embeddings", None) or 0
-        return ModelSource(
-            name, "tokens", builder, vocabulary_size=config.vocab_size, longest_sequence=longest, config=config
-        )
+    if example is None and hasattr(module, "base_model") and config is not None:
+        known = [task for task in _tasks() if config.model_type in task.class_names]
+        able = [task for task in known if type(module).__name__ in _class_names(task, config)]
+        return able[0].describe(name, config, builder) if able else _language_model(name, config, builder)
     first = _first_parametric(module)
     if example is not None:
-        return _describe_example(name, first, example, builder)
+        return _describe_example(name, module, example, builder)
     if isinstance(first, nn.Embedding):
         return ModelSource(name, "tokens", builder, vocabulary_size=first.num_embeddings)
     if isinstance(first, nn.Linear):
@@ -238,22 +318,47 @@ def _describe(name: str, module: nn.Module, example: Tensor | None, builder: Any
     raise UnsupportedError(
         "what the model takes cannot be told from its first layer.",
         field=name,
-        mend="return (nn.Module, one example input tensor).",
+        mend="return (nn.Module, example inputs): a tensor, or a tuple or dict of tensors.",
     )
 
 
-def _describe_example(name: str, first: nn.Module | None, example: Tensor, builder: Any) -> ModelSource:
-    shape = tuple(example.shape[1:])
-    if example.is_floating_point():
-        kind: InputKind = "images" if len(shape) == 3 else "features"
-        return ModelSource(name, kind, builder, sample_shape=shape)
-    if isinstance(first, nn.Embedding) and len(shape) == 1:
-        return ModelSource(name, "tokens", builder, vocabulary_size=first.num_embeddings, longest_sequence=shape[0])
-    raise UnsupportedError(
-        f"integer inputs of shape {tuple(example.shape)} are no token ids for an embedding.",
-        field=name,
-        mend="give ids of shape (micro_batch, sequence) to a model that starts with nn.Embedding, or a float tensor.",
+def _describe_example(name: str, module: nn.Module, example: Example, builder: Any) -> ModelSource:
+    keywords = tuple(example) if isinstance(example, dict) else ()
+    values = tuple(example.values()) if isinstance(example, dict) else example
+    tensors = values if isinstance(values, tuple) else (values,)
+    first, *further = [_describe_tensor(module, tensor) for tensor in tensors if tensor is not None]
+    longest = tensors[0].shape[1] if first.kind == "tokens" and tensors[0] is not None else 0
+    return ModelSource(
+        name,
+        first.kind,
+        builder,
+        sample_shape=first.sample_shape,
+        vocabulary_size=first.limit,
+        longest_sequence=longest,
+        further_inputs=tuple(further),
+        keywords=keywords,
     )
+
+
+def _describe_tensor(module: nn.Module, tensor: Tensor) -> ModelInput:
+    """What an example says: (micro-batch, sequence) whole numbers are token ids, others indices.
+
+    An example on meta has no values, so whole numbers stay below the size of the module's smallest table, which every
+    one of its tables holds; zero where it has none.
+    """
+    shape = tuple(tensor.shape[1:])
+    if tensor.is_floating_point():
+        return ModelInput("images" if len(shape) == 3 else "features", shape)
+    tables = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
+    if len(shape) == 1 and tables:
+        return ModelInput("tokens", limit=_vocabulary(module, min(tables)))
+    return ModelInput("indices", shape, min(tables, default=1))
+
+
+def _vocabulary(module: nn.Module, smallest: int) -> int:
+    """Ids go to the first table; where there are others (positions), the first still is the one of the ids."""
+    first = _first_parametric(module)
+    return first.num_embeddings if isinstance(first, nn.Embedding) else smallest
 
 
 def _first_parametric(module: nn.Module) -> nn.Module | None:

@@ -13,10 +13,11 @@ leaves at the block boundary [1], past whatever the model's code did to `inputs_
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeGuard
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -71,24 +72,28 @@ def _refusal(model: nn.Module, reason: str) -> UnsupportedError:
 
 @contextmanager
 def meta_friendly() -> Iterator[None]:
-    """Within, transformers models run on meta tensors: the two places that read values of the ids are answered.
+    """Within, transformers models run on meta tensors: the two places that read values of the ids are answered, and
+    experts multiply by shapes alone (`profiler.experts`).
 
     Ids that are neither packed nor padded are what training on full sequences gives.
     """
     from transformers import PreTrainedModel, masking_utils
+    from transformers.integrations import moe
 
-    places: tuple[tuple[Any, str], ...] = (
-        (masking_utils, "find_packed_sequence_indices"),
-        (PreTrainedModel, "warn_if_padding_and_no_attention_mask"),
-    )
-    originals = [getattr(owner, name) for owner, name in places]
-    for owner, name in places:
-        setattr(owner, name, lambda *arguments: None)
-    try:
+    from profiler.experts import grouped_product
+
+    with ExitStack() as stack:
+        for owner, name, answer in (
+            (masking_utils, "find_packed_sequence_indices", _nothing),
+            (PreTrainedModel, "warn_if_padding_and_no_attention_mask", _nothing),
+            (moe, "_grouped_mm", grouped_product),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, answer))
         yield
-    finally:
-        for (owner, name), original in zip(places, originals, strict=True):
-            setattr(owner, name, original)
+
+
+def _nothing(*arguments: Any) -> None:
+    """The answer to whether ids are packed or padded."""
 
 
 @contextmanager
