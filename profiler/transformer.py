@@ -134,9 +134,9 @@ class _Tally:
         )
         return flops
 
-    def memory(self, moved_bytes: float, count: int = 1) -> None:
+    def memory(self, moved_bytes: float, count: int = 1, *, kind: Literal["memory", "softmax"] = "memory") -> None:
         """Kernels bound by the bytes they move."""
-        self.operations.append(Operation(kind="memory", count=count, flops=0, bytes=round(moved_bytes)))
+        self.operations.append(Operation(kind=kind, count=count, flops=0, bytes=round(moved_bytes)))
 
     def exchange(
         self,
@@ -357,15 +357,15 @@ class TransformerCounter:
         tally.memory(2 * size * (query + keys))
         tally.matmul(local, length, shape.size_of_head, size=size, batch=batch)
         if fused:
-            tally.memory(2 * size * scores)
+            tally.memory(2 * size * scores, kind="softmax")
         else:
-            tally.memory(2 * size * scores, 2)
-            tally.memory((size + 4) * scores)
-            tally.memory((4 + 4) * scores)
-            tally.memory((size + 4) * scores)
+            tally.memory(2 * size * scores, 2, kind="softmax")
+            tally.memory((size + 4) * scores, kind="softmax")
+            tally.memory((4 + 4) * scores, kind="softmax")
+            tally.memory((size + 4) * scores, kind="softmax")
         masks = int(self.framework.has_dropout)
         if masks:
-            tally.memory((2 * size + 1) * scores)
+            tally.memory((2 * size + 1) * scores, kind="softmax")
         tally.matmul(local, shape.size_of_head, length, size=size, batch=batch)
         tally.memory(2 * size * query)
         core = (size + masks * (size + 1)) * scores

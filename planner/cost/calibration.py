@@ -32,6 +32,8 @@ class Constants:
     """d of equation (K1), elements."""
     memory_fraction: float = 0.85
     """Of the data-sheet memory bandwidth that streaming kernels reach."""
+    softmax_fraction: float = 1.0
+    """Of that bandwidth that kernels over attention scores reach (softmax, mask, dropout)."""
     attention_fraction: float = 0.6
     """Fused attention against a large matrix product."""
     attention_backward: float = 2.5

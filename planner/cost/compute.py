@@ -47,6 +47,8 @@ def operation_seconds(
     moving = operation.bytes * bytes_factor / bandwidth
     if operation.kind == "memory":
         return moving + launch
+    if operation.kind == "softmax":
+        return moving / constants.softmax_fraction + launch
     reached = device.peak_flops_per_second[dtype] * matmul_fraction(operation, device, constants)
     if operation.kind == "attention":
         reached *= constants.attention_fraction

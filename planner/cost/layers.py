@@ -10,10 +10,13 @@ last digit. Per layer l, recompute mode r, micro-batch:
     (T3)  u(l)   = optimizer step over the layer's parameters: measured for AdamW, times the bytes that the job's
                    optimizer moves / those that AdamW moves; else the bytes that it reads and writes over the memory
                    bandwidth                                                                -> optimizer_ticks
-    (T4)  g(l)   = all-reduce of the layer's gradients over the data-parallel group (ZeRO 1 and 2: reduce-scatter and
-                   all-gather; ZeRO 3: one all-gather more), its latency apart (`reduction_latency_ticks`, once per
-                   stage); not hidden behind backward, so an upper bound
+    (T4)  g(l)   = all-reduce of the layer's gradients over the data- and context-parallel ranks (ZeRO 1 and 2:
+                   reduce-scatter and all-gather; experts: over those that hold the same experts), its latency apart
+                   (`reduction_latency_ticks`, once per stage); what backward hides of it is the step's business
                                                                                             -> reduction_ticks
+    (T6)  ZeRO 3: every micro-batch gathers the layer's parameters for its forward and again for its backward, and
+                  scatters its gradients; beside compute when the framework overlaps it, of which `overlap_fraction`
+                  can hide it; what is left adds to f and b (Zhao et al. 2023, PyTorch FSDP)  -> gather_ticks
     (T5)  c(s)   = latency + bytes of every tensor that crosses the boundary / bandwidth    -> transfer_ticks()
 """
 
@@ -24,15 +27,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from planner.cost.calibration import DEFAULT
 from planner.cost.communication import Group, collective_seconds, transfer_seconds
 from planner.cost.compute import computation
-from planner.cost.placement import boundary_crosses_nodes, widest_data_group, widest_tensor_group
+from planner.cost.placement import (
+    boundary_crosses_nodes,
+    widest_context_group,
+    widest_data_group,
+    widest_expert_data_group,
+    widest_expert_group,
+    widest_tensor_group,
+)
 from planner.cost.workload import Workload, modes_of
 from planner.errors import MismatchError, UnsupportedError
 from planner.spec.cluster import Link
 from planner.spec.layout import Layout
-from planner.spec.profile import CollectiveName, Measurement, RecomputeMode
+from planner.spec.profile import BYTES_PER_ELEMENT, CollectiveName, Measurement, RecomputeMode
 from planner.spec.recipes import OgpRecipe, recipe
 
 TICK_SECONDS = 1e-9
@@ -54,7 +63,9 @@ class LayerCost:
     """The part of the backward that nobody waits for."""
     recompute_ticks: int
     communication_ticks: int
-    """Tensor-parallel collectives of forward, backward and recomputation."""
+    """Tensor-, context- and expert-parallel collectives of forward, backward and recomputation."""
+    gather_ticks: int
+    """Equation (T6), forward and backward: what compute does not hide."""
     forward_ticks: int
     """Equation (T1)."""
     backward_ticks: int
@@ -68,6 +79,8 @@ class LayerCost:
     parameters_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
+    gathered_bytes: int
+    """Whole parameters, while the layer runs under ZeRO 3."""
     activation_bytes: int
     output_bytes: int
     temporary_bytes: int
@@ -127,6 +140,13 @@ class LayoutCosts:
         boundaries = range(self.layout.pipeline_parallel_degree - 1)
         return tuple(boundary_crosses_nodes(self.layout, s, self.work.devices_per_node) for s in boundaries)
 
+    @cached_property
+    def gathered_bytes(self) -> int:
+        """ZeRO 3: the largest layer's parameters, gathered, and those that are being gathered beside it (T6)."""
+        if self.layout.zero_stage < 3:
+            return 0
+        return 2 * max(next(iter(options.values())).gathered_bytes for options in self.layers)
+
     def boundary_bytes(self, last_layer: int) -> int:
         """Bytes that cross a stage boundary behind this layer, per micro-batch: its output and all skips over it."""
         output = next(iter(self.layers[last_layer].values())).output_bytes
@@ -135,7 +155,8 @@ class LayoutCosts:
     def transfer_ticks(self, boundary: int, last_layer: int) -> int:
         """Ticks from stage `boundary` to the next when its last layer is this one: equation (T5)."""
         work = self.work
-        link = work.inter_node if self._crossings[boundary] and work.inter_node else work.intra_node
+        crosses = any(self._crossings) if self.layout.virtual_stages_per_rank > 1 else self._crossings[boundary]
+        link = work.inter_node if crosses and work.inter_node else work.intra_node
         return ticks(transfer_seconds(self.boundary_bytes(last_layer), link))
 
 
@@ -147,19 +168,17 @@ def layout_costs(work: Workload, layout: Layout) -> LayoutCosts:
         MismatchError: the profile lacks this micro-batch size or tensor-parallel degree.
         UnsupportedError: the layout uses a dimension that is not priced yet.
     """
-    _check_supported(layout)
     layout.check_devices(work.devices)
     micro_batches = layout.micro_batches(work.job.global_batch_size)
     rows = _rows(work, layout)
-    tensor_group = widest_tensor_group(layout, work.devices_per_node)
-    data_group = widest_data_group(layout, work.devices_per_node)
+    groups = groups_of(layout, work.devices_per_node)
     priced: dict[tuple[int, int], dict[RecomputeMode, LayerCost]] = {}
     layers = []
     for layer, options in zip(work.profile.layers, rows, strict=True):
         key = (id(options), layer.parameters)
         if key not in priced:
             modes = modes_of(options)
-            pricing = _LayerPricing(work, layout, tensor_group, data_group, layer.parameters, options[modes[0]])
+            pricing = _LayerPricing(work, layout, groups, layer.parameters, options[modes[0]])
             priced[key] = {mode: pricing.cost(options[mode]) for mode in modes}
         layers.append(priced[key])
     return LayoutCosts(
@@ -169,24 +188,44 @@ def layout_costs(work: Workload, layout: Layout) -> LayoutCosts:
         layers=tuple(layers),
         shared=_shared_costs(work, layout, layers),
         skips=_skip_costs(work, layout),
-        reduction_latency_ticks=_reduction_latency_ticks(work, data_group),
+        reduction_latency_ticks=_reduction_latency_ticks(work, groups.data),
     )
 
 
-def _check_supported(layout: Layout) -> None:
-    for field in ("context_parallel_degree", "expert_parallel_degree", "virtual_stages_per_rank"):
-        if getattr(layout, field) != 1:
-            raise UnsupportedError(
-                f"{field}({getattr(layout, field)}) is not priced yet.", field=f"layout.{field}", mend="use 1."
-            )
-    if layout.sequence_parallel:
-        raise UnsupportedError(
-            "sequence parallelism is not priced yet.", field="layout.sequence_parallel", mend="use false."
-        )
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The communicators of a layout, each the one that crosses most nodes."""
+
+    tensor: Group
+    context: Group
+    expert: Group
+    data: Group
+    """Whose ranks sum gradients: data- and context-parallel ones."""
+    expert_data: Group
+    """Those of them that hold the same experts."""
+
+
+def groups_of(layout: Layout, devices_per_node: int) -> Groups:
+    """The communicators of a layout."""
+    return Groups(
+        tensor=widest_tensor_group(layout, devices_per_node),
+        context=widest_context_group(layout, devices_per_node),
+        expert=widest_expert_group(layout, devices_per_node),
+        data=widest_data_group(layout, devices_per_node),
+        expert_data=widest_expert_data_group(layout, devices_per_node),
+    )
 
 
 def _rows(work: Workload, layout: Layout) -> tuple[dict[RecomputeMode, Measurement], ...]:
-    found = work.rows.get((layout.micro_batch_size, layout.tensor_parallel_degree))
+    degrees = (layout.tensor_parallel_degree, layout.context_parallel_degree, layout.expert_parallel_degree)
+    found = work.sizes.get((layout.micro_batch_size, *degrees, layout.sequence_parallel))
+    if found is None and (*degrees[1:], layout.sequence_parallel) != (1, 1, False):
+        raise UnsupportedError(
+            f"the profile of {work.profile.model!r} has no measurements with context_parallel_degree({degrees[1]}), "
+            f"expert_parallel_degree({degrees[2]}) and sequence_parallel({layout.sequence_parallel}).",
+            field="layout",
+            mend="use 1, 1 and false: profiles of modules are not split so yet.",
+        )
     if found is None:
         known = ", ".join(f"({size}, {degree})" for size, degree in work.rows)
         raise MismatchError(
@@ -209,8 +248,7 @@ class _LayerPricing:
 
     work: Workload
     layout: Layout
-    tensor_group: Group
-    data_group: Group
+    groups: Groups
     layer_parameters: int
     plain: Measurement
     """The row that recomputes least. What no recompute mode changes (forward, parameters, optimizer, output) is read
@@ -218,15 +256,16 @@ class _LayerPricing:
 
     def cost(self, row: Measurement) -> LayerCost:
         work, zero = self.work, self.layout.zero_stage
-        seconds = computation(row, work.device, work.profile.dtype)
+        seconds = computation(row, work.device, work.profile.dtype, work.constants)
         forward_exchange = self._exchange_ticks(self.plain, "forward")
         backward_exchange = self._exchange_ticks(row, "backward")
-        forward = ticks(computation(self.plain, work.device, work.profile.dtype).forward_seconds)
+        forward = ticks(computation(self.plain, work.device, work.profile.dtype, work.constants).forward_seconds)
         weight = ticks(seconds.backward_weight_seconds)
         backward = ticks(seconds.backward_input_seconds) + weight
         recompute = ticks(seconds.recompute_seconds)
         replayed_exchange = forward_exchange if row.recompute == "full" else 0
         parameters = self.local_parameters()
+        gathers = self._gathers(parameters, forward * TICK_SECONDS, (backward + recompute) * TICK_SECONDS)
         return LayerCost(
             mode=row.recompute,
             forward_compute_ticks=forward,
@@ -234,14 +273,16 @@ class _LayerPricing:
             backward_weight_ticks=weight,
             recompute_ticks=recompute,
             communication_ticks=forward_exchange + backward_exchange + replayed_exchange,
-            forward_ticks=forward + forward_exchange,
-            backward_ticks=backward + recompute + backward_exchange + replayed_exchange,
+            gather_ticks=sum(gathers),
+            forward_ticks=forward + forward_exchange + gathers[0],
+            backward_ticks=backward + recompute + backward_exchange + replayed_exchange + gathers[1],
             optimizer_ticks=self._optimizer_ticks(parameters),
             reduction_ticks=self._reduction_ticks(parameters),
             parameters=parameters,
-            parameters_bytes=self._sharded(parameters * work.recipe.parameter_bytes, zero >= 3),
-            gradients_bytes=self._sharded(parameters * work.recipe.gradient_bytes, zero >= 2),
-            optimizer_bytes=self._sharded(parameters * work.recipe.optimizer_bytes, zero >= 1),
+            parameters_bytes=self._sharded(parameters, work.recipe.parameter_bytes, zero >= 3),
+            gradients_bytes=self._sharded(parameters, work.recipe.gradient_bytes, zero >= 2),
+            optimizer_bytes=self._sharded(parameters, work.recipe.optimizer_bytes, zero >= 1),
+            gathered_bytes=parameters * self._computed_bytes if zero >= 3 else 0,
             activation_bytes=self._allocated(row.activation_bytes),
             output_bytes=self.plain.output_bytes,
             temporary_bytes=self._allocated(row.temporary_bytes),
@@ -256,24 +297,35 @@ class _LayerPricing:
 
     def _allocated(self, size_bytes: int) -> int:
         """Bytes with what the allocator loses to rounding and fragmentation, rounded up."""
-        return math.ceil(size_bytes * (1 + self.work.device.allocation_overhead))
+        overhead = 1 + self.work.device.allocation_overhead
+        return math.ceil(size_bytes * overhead * self.work.constants.allocated_factor)
 
-    def _sharded(self, size_bytes: int, is_sharded: bool) -> int:
-        return -(-size_bytes // self.layout.data_parallel_degree) if is_sharded else size_bytes
+    def _collective_seconds(self, operation: CollectiveName, size_bytes: int, group: Group) -> float:
+        work = self.work
+        if group.ranks == 1:
+            return 0.0
+        between = collective_seconds(operation, size_bytes, group, work.intra_node, work.inter_node)
+        return between + work.constants.collective_seconds
+
+    def _sharded(self, parameters: int, bytes_each: int, is_sharded: bool) -> int:
+        """Bytes on one rank; experts are sharded over those ranks only that hold the same ones."""
+        if not is_sharded:
+            return parameters * bytes_each
+        experts = self.plain.local_expert_parameters
+        dense = -(-(parameters - experts) * bytes_each // self.groups.data.ranks)
+        return dense - (-experts * bytes_each // self.groups.expert_data.ranks)
 
     def _exchange_ticks(self, row: Measurement, phase: str) -> int:
-        work = self.work
         return ticks(
             sum(
-                one.count
-                * collective_seconds(one.operation, one.bytes, self.tensor_group, work.intra_node, work.inter_node)
+                one.count * self._collective_seconds(one.operation, one.bytes, getattr(self.groups, one.group))
                 for one in row.collectives
                 if one.phase == phase
             )
         )
 
     def _optimizer_ticks(self, parameters: int) -> int:
-        shards = self.layout.data_parallel_degree if self.layout.zero_stage else 1
+        shards = self.groups.data.ranks if self.layout.zero_stage else 1
         if self.plain.optimizer_seconds is not None:
             adamw = recipe(self.work.job.precision, "adamw")
             share = moved_bytes(self.work.recipe) / moved_bytes(adamw)
@@ -281,17 +333,41 @@ class _LayerPricing:
         bandwidth = self.work.device.memory_bandwidth_bytes_per_second
         if bandwidth is None:
             return 0
-        moved = parameters * moved_bytes(self.work.recipe)
-        return ticks(moved / shards / (bandwidth * DEFAULT.memory_fraction))
+        constants = self.work.constants
+        moved = parameters * moved_bytes(self.work.recipe) * constants.optimizer_passes
+        return ticks(moved / shards / (bandwidth * constants.memory_fraction))
 
     def _reduction_ticks(self, parameters: int) -> int:
-        work, ogp = self.work, self.work.recipe
-        if self.layout.zero_stage == 0:
-            return ticks(_bandwidth_seconds(work, "all_reduce", parameters * ogp.gradient_bytes, self.data_group))
-        gathers = 2 if self.layout.zero_stage == 3 else 1
-        scatter = _bandwidth_seconds(work, "reduce_scatter", parameters * ogp.gradient_bytes, self.data_group)
-        gather = _bandwidth_seconds(work, "all_gather", parameters * ogp.parameter_bytes, self.data_group)
-        return ticks(scatter + gathers * gather)
+        experts = self.plain.local_expert_parameters
+        dense = self._reduction_seconds(parameters - experts, self.groups.data)
+        return ticks(dense + self._reduction_seconds(experts, self.groups.expert_data))
+
+    def _reduction_seconds(self, parameters: int, group: Group) -> float:
+        """Equation (T4); under ZeRO 3 every micro-batch does it instead."""
+        work, ogp, zero = self.work, self.work.recipe, self.layout.zero_stage
+        if zero == 3:
+            return 0.0
+        if zero == 0:
+            return _bandwidth_seconds(work, "all_reduce", parameters * ogp.gradient_bytes, group)
+        scatter = _bandwidth_seconds(work, "reduce_scatter", parameters * ogp.gradient_bytes, group)
+        return scatter + _bandwidth_seconds(work, "all_gather", parameters * self._computed_bytes, group)
+
+    @property
+    def _computed_bytes(self) -> int:
+        """Bytes of a parameter as forward and backward take it."""
+        return min(self.work.recipe.parameter_bytes, BYTES_PER_ELEMENT[self.work.profile.dtype])
+
+    def _gathers(self, parameters: int, forward: float, backward: float) -> tuple[int, int]:
+        """Exposed ticks in forward and backward of `forward` and `backward` seconds: equation (T6)."""
+        if self.layout.zero_stage < 3:
+            return 0, 0
+        group, ogp = self.groups.data, self.work.recipe
+        gather = self._collective_seconds("all_gather", parameters * self._computed_bytes, group)
+        scatter = self._collective_seconds("reduce_scatter", parameters * ogp.gradient_bytes, group)
+        hides = self.work.constants.overlap_fraction if self.work.framework.overlaps_gathers else 0.0
+        again = 0.0 if self.work.framework.keeps_gathered else gather
+        exposed = (max(0.0, gather - hides * forward), max(0.0, again + scatter - hides * backward))
+        return ticks(exposed[0]), ticks(exposed[1])
 
 
 def _bandwidth_seconds(work: Workload, operation: CollectiveName, size_bytes: int, group: Group) -> float:

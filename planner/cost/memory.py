@@ -8,7 +8,7 @@
                 in_flight: most micro-batches that are forwarded and not yet backwarded, from the schedule's order;
                 torch's pipeline stage keeps every sent output until its backward; the executor holds at most two
                 receive buffers per direction, the one in use and the one being filled
-(M3)  temp(s) = largest temporary of a layer of the stage
+(M3)  temp(s) = largest temporary of a layer of the stage; ZeRO 3: and the gathered parameters of two layers
 (M4)  peak(s) = OGP + act + temp + reserved      reserved: context, communicators, code of the process
 (M5)  the saved activations and temporaries of a layer are its rows' times 1 + the device's allocation_overhead
                                                                                 -> planner.cost.layers
@@ -35,32 +35,49 @@ StageLayers = Sequence[tuple[int, LayerCost]]
 
 def reserved_bytes(work: Workload) -> int:
     """Overhead of one process."""
+    if work.constants.reserved_bytes is not None:
+        return int(work.constants.reserved_bytes)
     known = work.device.reserved_bytes
     return RESERVED_BYTES if known is None else known
 
 
-def stage_memory(costs: LayoutCosts, stages: Sequence[StageLayers], in_flight: Sequence[int]) -> tuple[RankMemory, ...]:
-    """Memory of every pipeline rank: equations (M1) to (M4)."""
-    return tuple(_rank_memory(costs, stages, index, in_flight[index]) for index in range(len(stages)))
+def stage_memory(
+    costs: LayoutCosts,
+    stages: Sequence[StageLayers],
+    in_flight: Sequence[int],
+    held: Sequence[Sequence[int]] | None = None,
+) -> tuple[RankMemory, ...]:
+    """Memory of every pipeline rank: equations (M1) to (M4).
+
+    Args:
+        costs: of the layout.
+        stages: layers of every stage.
+        in_flight: micro-batches that each stage holds when its rank holds most.
+        held: stages of every pipeline rank; None: one each, in order.
+    """
+    ranks = held or [(index,) for index in range(len(stages))]
+    return tuple(_rank_memory(costs, stages, in_flight, rank, ranks[rank]) for rank in range(len(ranks)))
 
 
-def _rank_memory(costs: LayoutCosts, stages: Sequence[StageLayers], index: int, in_flight: int) -> RankMemory:
-    layers = [cost for _, cost in stages[index]]
+def _rank_memory(
+    costs: LayoutCosts, stages: Sequence[StageLayers], in_flight: Sequence[int], rank: int, mine: Sequence[int]
+) -> RankMemory:
+    layers = [cost for index in mine for _, cost in stages[index]]
     parameters = sum(cost.parameters_bytes for cost in layers)
     gradients = sum(cost.gradients_bytes for cost in layers)
     optimizer = sum(cost.optimizer_bytes for cost in layers)
-    held = {layer for layer, _ in stages[index]}
+    held = {layer for index in mine for layer, _ in stages[index]}
     for shared in costs.shared:
         repeated = max(0, len(held.intersection(shared.layers)) - 1)
         parameters -= repeated * shared.parameters_bytes
         gradients -= repeated * shared.gradients_bytes
         optimizer -= repeated * shared.optimizer_bytes
-    activations = in_flight * (sum(cost.activation_bytes for cost in layers) + outgoing_bytes(costs, stages, index))
-    activations += RECEIVE_BUFFERS * buffer_bytes(costs, stages, index)
-    temporary = max(cost.temporary_bytes for cost in layers)
+    activations = sum(in_flight[index] * _kept_bytes(costs, stages, index) for index in mine)
+    activations += RECEIVE_BUFFERS * max(buffer_bytes(costs, stages, index) for index in mine)
+    temporary = max(cost.temporary_bytes for cost in layers) + costs.gathered_bytes
     reserved = reserved_bytes(costs.work)
     return RankMemory(
-        pipeline_rank=index,
+        pipeline_rank=rank,
         parameters_bytes=parameters,
         gradients_bytes=gradients,
         optimizer_bytes=optimizer,
@@ -70,6 +87,11 @@ def _rank_memory(costs: LayoutCosts, stages: Sequence[StageLayers], index: int, 
         peak_bytes=parameters + gradients + optimizer + activations + temporary + reserved,
         capacity_bytes=costs.work.capacity_bytes,
     )
+
+
+def _kept_bytes(costs: LayoutCosts, stages: Sequence[StageLayers], index: int) -> int:
+    """Saved activations of one micro-batch and what the stage puts out."""
+    return sum(cost.activation_bytes for _, cost in stages[index]) + outgoing_bytes(costs, stages, index)
 
 
 def outgoing_bytes(costs: LayoutCosts, stages: Sequence[StageLayers], index: int) -> int:

@@ -1,10 +1,13 @@
 """One training step of a layout and stage map: simulate the schedule, add what follows it, say where the time goes.
 
-    (S1)  F(s) = sum of f(l) over the stage's layers, B(s) = sum of b(l, r)                    -> stage_ticks()
+    (S1)  F(s) = sum of f(l) over the stage's layers, B(s) = sum of b(l, r), and in a pipeline half of the time that
+                 an exchange with the neighbours takes and nothing hides (`transfer_seconds`)  -> durations()
     (S2)  schedule with F, B and transfers c(s) between neighbours -> end(p) of pipeline rank p -> simulate
     (S3)  tail(p) = reduction latency + sum of g(l) + exchange of parameters shared with another stage
-                    + sum of u(l); what several layers of the stage share is reduced and updated once
-                                                                                               -> tail_ticks()
+                    + sum of u(l); what several layers of the stage share is reduced and updated once; over all
+                    stages of the rank                                                         -> tail_ticks()
+    (S5)  a framework that overlaps them hides gradient reduction behind `overlap_fraction` of the last micro-batch's
+          backward, and ZeRO's gathers of updated parameters behind the first forward         -> tail_ticks()
     (S4)  step = max over p of end(p) + tail(p)                                                 -> evaluate()
 
 The breakdown tells the parts of the rank that ends last; the bubble is what that rank idles with transfers for free,
@@ -16,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.cost.layers import TICK_SECONDS, LayerCost, LayoutCosts, layout_costs
+from planner.cost.layers import TICK_SECONDS, LayerCost, LayoutCosts, layout_costs, ticks
 from planner.cost.memory import StageLayers, shared_on_several_stages, stage_memory
 from planner.cost.workload import workload
 from planner.errors import DocumentError
@@ -42,7 +45,17 @@ class Step:
 def schedule_of(costs: LayoutCosts) -> Schedule:
     """The layout's schedule for its micro-batches."""
     layout = costs.layout
-    return build(layout.schedule, ranks=layout.pipeline_parallel_degree, micro_batches=costs.micro_batches)
+    return build(
+        layout.schedule,
+        ranks=layout.pipeline_parallel_degree,
+        micro_batches=costs.micro_batches,
+        virtual_stages=layout.virtual_stages_per_rank if layout.virtual_stages_per_rank > 1 else None,
+    )
+
+
+def held_stages(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+    """Stages of every pipeline rank."""
+    return tuple(schedule.stages_of(rank) for rank in range(schedule.ranks))
 
 
 def choose(costs: LayoutCosts, stage_map: StageMap) -> tuple[StageLayers, ...]:
@@ -57,9 +70,10 @@ def durations(costs: LayoutCosts, stages: Sequence[StageLayers], *, transfers: b
     weight = [sum(cost.backward_weight_ticks for _, cost in stage) for stage in stages]
     recompute = [sum(cost.recompute_ticks for _, cost in stage) for stage in stages]
     backward = [sum(cost.backward_ticks for _, cost in stage) for stage in stages]
+    waiting = ticks(costs.work.constants.transfer_seconds / 2) if boundaries and transfers else 0
     return Durations(
-        forward=tuple(sum(cost.forward_ticks for _, cost in stage) for stage in stages),
-        backward_input=tuple(b - w - r for b, w, r in zip(backward, weight, recompute, strict=True)),
+        forward=tuple(waiting + sum(cost.forward_ticks for _, cost in stage) for stage in stages),
+        backward_input=tuple(waiting + b - w - r for b, w, r in zip(backward, weight, recompute, strict=True)),
         backward_weight=tuple(weight),
         recompute=tuple(recompute),
         transfer_forward=tuple(moves),
@@ -67,27 +81,47 @@ def durations(costs: LayoutCosts, stages: Sequence[StageLayers], *, transfers: b
     )
 
 
-def tail_ticks(costs: LayoutCosts, stages: Sequence[StageLayers]) -> tuple[tuple[int, int], ...]:
-    """(gradient reduction, optimizer) of every pipeline rank: equation (S3)."""
-    return tuple(_tail(costs, stages, index) for index in range(len(stages)))
+def by_rank(schedule: Schedule, stages: Sequence[StageLayers]) -> tuple[StageLayers, ...]:
+    """All layers of every pipeline rank: those of its virtual stages together."""
+    return tuple(
+        tuple(layer for stage in schedule.stages_of(rank) for layer in stages[stage]) for rank in range(schedule.ranks)
+    )
 
 
-def _tail(costs: LayoutCosts, stages: Sequence[StageLayers], index: int) -> tuple[int, int]:
-    reduction = costs.reduction_latency_ticks + sum(cost.reduction_ticks for _, cost in stages[index])
-    optimizer = sum(cost.optimizer_ticks for _, cost in stages[index])
-    held = {layer for layer, _ in stages[index]}
+def tail_ticks(costs: LayoutCosts, ranks: Sequence[StageLayers]) -> tuple[tuple[int, int], ...]:
+    """(gradient reduction, optimizer) of every pipeline rank, by its layers: equations (S3) and (S5)."""
+    return tuple(_tail(costs, ranks, index) for index in range(len(ranks)))
+
+
+def _tail(costs: LayoutCosts, ranks: Sequence[StageLayers], index: int) -> tuple[int, int]:
+    layers = [cost for _, cost in ranks[index]]
+    reduction = costs.reduction_latency_ticks + sum(cost.reduction_ticks for cost in layers) - _hidden(costs, layers)
+    optimizer = sum(cost.optimizer_ticks for cost in layers) + ticks(costs.work.constants.step_seconds)
+    held = {layer for layer, _ in ranks[index]}
     for shared in costs.shared:
         repeated = max(0, len(held.intersection(shared.layers)) - 1)
         optimizer -= repeated * shared.tail_ticks
-        if index in shared_on_several_stages(stages, shared.layers):
+        if index in shared_on_several_stages(ranks, shared.layers):
             reduction += shared.exchange_ticks
     return reduction, optimizer
+
+
+def _hidden(costs: LayoutCosts, layers: Sequence[LayerCost]) -> int:
+    """Ticks of the reduction that run beside compute: equation (S5). The first layer's gradients come last, so their
+    reduction is never hidden."""
+    framework = costs.work.framework
+    beside = sum(cost.backward_ticks for cost in layers) if framework.overlaps_reduction else 0
+    beside += (
+        sum(cost.forward_ticks for cost in layers) if framework.overlaps_gathers and costs.layout.zero_stage else 0
+    )
+    behind = sum(cost.reduction_ticks for cost in layers[1:])
+    return min(behind, int(costs.work.constants.overlap_fraction * beside))
 
 
 def evaluate(costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]) -> Step:
     """Ticks of one step: equations (S2) and (S4)."""
     simulation = simulate(schedule, durations(costs, stages))
-    tails = tuple(sum(parts) for parts in tail_ticks(costs, stages))
+    tails = tuple(sum(parts) for parts in tail_ticks(costs, by_rank(schedule, stages)))
     totals = [int(end) + tail for end, tail in zip(simulation.end_seconds, tails, strict=True)]
     total = max(totals)
     return Step(total, totals.index(total), simulation, tails)
@@ -115,7 +149,7 @@ def predict_step(costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageL
         mfu=_mfu(costs, stages, seconds),
         bubble_fraction=step.simulation.bubble_fraction,
         breakdown=_breakdown(costs, schedule, stages, step),
-        memory=stage_memory(costs, stages, in_flight_per_stage(schedule)),
+        memory=stage_memory(costs, stages, in_flight_per_stage(schedule), held_stages(schedule)),
     )
 
 
@@ -132,8 +166,8 @@ def _mfu(costs: LayoutCosts, stages: Sequence[StageLayers], seconds: float) -> f
 
 def _breakdown(costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers], step: Step) -> Breakdown:
     rank, count = step.last_rank, costs.micro_batches
-    layers: list[LayerCost] = [cost for _, cost in stages[rank]]
-    reduction, optimizer = tail_ticks(costs, stages)[rank]
+    layers: list[LayerCost] = [cost for _, cost in by_rank(schedule, stages)[rank]]
+    reduction, optimizer = tail_ticks(costs, by_rank(schedule, stages))[rank]
     free = simulate(schedule, durations(costs, stages, transfers=False))
     busy = count * sum(cost.forward_ticks + cost.backward_ticks for cost in layers)
     free_end, end = int(free.end_seconds[rank]), int(step.simulation.end_seconds[rank])
@@ -144,7 +178,7 @@ def _breakdown(costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLay
         recompute_seconds=TICK_SECONDS * count * sum(cost.recompute_ticks for cost in layers),
         tensor_parallel_seconds=TICK_SECONDS * count * sum(cost.communication_ticks for cost in layers),
         pipeline_seconds=TICK_SECONDS * (end - free_end),
-        data_parallel_seconds=TICK_SECONDS * reduction,
+        data_parallel_seconds=TICK_SECONDS * (reduction + count * sum(cost.gather_ticks for cost in layers)),
         optimizer_seconds=TICK_SECONDS * optimizer,
         bubble_seconds=TICK_SECONDS * (free_end - busy),
     )
@@ -165,7 +199,8 @@ def stage_durations(plan: Plan, profile: ModelProfile) -> Durations:
 
 def stage_tails(plan: Plan, profile: ModelProfile) -> tuple[tuple[float, ...], ...]:
     """Seconds of (gradient reduction, optimizer) of every pipeline rank of a plan, after its last action."""
-    return tuple(_seconds(tail) for tail in tail_ticks(*_planned(plan, profile)))
+    costs, stages = _planned(plan, profile)
+    return tuple(_seconds(tail) for tail in tail_ticks(costs, by_rank(schedule_of(costs), stages)))
 
 
 def _planned(plan: Plan, profile: ModelProfile) -> tuple[LayoutCosts, tuple[StageLayers, ...]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from planner.cost.calibration import DEFAULT, Constants, constants_for
 from planner.errors import DocumentError, MismatchError, UnsupportedError
 from planner.spec.cluster import Cluster, DeviceSpec, Link
-from planner.spec.devices import find_device, links_of
+from planner.spec.devices import catalogue, find_device, links_of
+from planner.spec.frameworks import Framework, find_framework
 from planner.spec.job import COMPUTE_TYPE, Job
 from planner.spec.profile import LayerProfile, Measurement, ModelProfile, RecomputeMode
 from planner.spec.recipes import OgpRecipe, recipe
@@ -15,7 +17,9 @@ from planner.spec.recipes import OgpRecipe, recipe
 COUNTED = "counted"
 """`ModelProfile.device` of a profile without seconds."""
 RecomputeModes = tuple[RecomputeMode, ...]
-_RowTable = dict[tuple[int, int], dict[RecomputeMode, Measurement]]
+_Size = tuple[int, int, int, int, bool]
+"""Micro-batch size, tensor-, context- and expert-parallel degree, sequence parallelism."""
+_RowTable = dict[_Size, dict[RecomputeMode, Measurement]]
 _MODES: RecomputeModes = ("none", "selective", "full")
 
 
@@ -31,6 +35,8 @@ class Workload:
     inter_node: Link | None
     nodes: int
     devices_per_node: int
+    framework: Framework = field(default_factory=lambda: find_framework("planner"))
+    constants: Constants = DEFAULT
 
     @property
     def devices(self) -> int:
@@ -39,8 +45,14 @@ class Workload:
 
     @property
     def recipe(self) -> OgpRecipe:
-        """Bytes per parameter of this precision and optimizer."""
-        return recipe(self.job.precision, self.job.optimizer)
+        """Bytes per parameter of this precision and optimizer, as this framework keeps them."""
+        plain = recipe(self.job.precision, self.job.optimizer)
+        if plain.parameter_bytes == plain.gradient_bytes == 2 and self.job.precision != "bf16":
+            if not self.framework.fp32_master:
+                return replace(plain, parameter_bytes=4, gradient_bytes=4, optimizer_bytes=plain.optimizer_bytes - 4)
+            if self.framework.fp32_gradients:
+                return replace(plain, gradient_bytes=4)
+        return plain
 
     @property
     def capacity_bytes(self) -> int:
@@ -53,8 +65,14 @@ class Workload:
     def rows(self) -> dict[tuple[int, int], tuple[dict[RecomputeMode, Measurement], ...]]:
         """By (micro-batch size, tensor-parallel degree): every layer's measurements by recompute mode.
 
-        Only combinations that all layers have, at the job's sequence length. Identical layers share one dict.
+        Only combinations that all layers have, at the job's sequence length, not split in any other way. Identical
+        layers share one dict.
         """
+        return {size[:2]: rows for size, rows in self.sizes.items() if size[2:] == (1, 1, False)}
+
+    @cached_property
+    def sizes(self) -> dict[_Size, tuple[dict[RecomputeMode, Measurement], ...]]:
+        """`rows` with all degrees that split a layer."""
         known: dict[str, tuple[LayerProfile | None, _RowTable]] = {}
         tables = []
         for layer in self.profile.layers:
@@ -71,12 +89,31 @@ def _rows_by_size(layer: LayerProfile, sequence_length: int) -> _RowTable:
     table: _RowTable = {}
     for row in layer.measurements:
         if row.sequence_length == sequence_length:
-            table.setdefault((row.micro_batch_size, row.tensor_parallel_degree), {})[row.recompute] = row
+            table.setdefault(_size(row), {})[row.recompute] = row
     return table
 
 
-def workload(profile: ModelProfile, cluster: Cluster, job: Job) -> Workload:
+def _size(row: Measurement) -> _Size:
+    degrees = (row.tensor_parallel_degree, row.context_parallel_degree, row.expert_parallel_degree)
+    return (row.micro_batch_size, *degrees, row.sequence_parallel)
+
+
+def workload(
+    profile: ModelProfile,
+    cluster: Cluster,
+    job: Job,
+    *,
+    framework: str | Framework = "planner",
+    constants: Constants | None = None,
+) -> Workload:
     """Check that the three documents belong together.
+
+    Args:
+        profile: of the model.
+        cluster: what the job may use.
+        job: what is to be trained.
+        framework: whose traits the prediction is for.
+        constants: None: those that were fitted to this framework and device.
 
     Raises:
         MismatchError: the profile was taken at another precision, sequence length or device.
@@ -92,21 +129,33 @@ def workload(profile: ModelProfile, cluster: Cluster, job: Job) -> Workload:
     group = cluster.node_groups[0]
     device = find_device(group.device, field="cluster.node_groups[0].device")
     intra_node, inter_node = links_of(group, field="cluster.node_groups[0]")
+    known = catalogue().get(device.id)
+    traits = find_framework(framework) if isinstance(framework, str) else framework
+    constants = constants or constants_for(traits.name, known.architecture if known else "")
     result = Workload(
         profile=profile,
         cluster=cluster,
         job=job,
         device=device,
-        intra_node=intra_node,
-        inter_node=inter_node,
+        intra_node=_reached(intra_node, constants.intra_node_fraction),
+        inter_node=_reached(inter_node, constants.inter_node_fraction) if inter_node else None,
         nodes=group.nodes,
         devices_per_node=group.devices_per_node,
+        framework=traits,
+        constants=constants,
     )
     _check_precision(result)
     _check_device(result)
     _check_headroom(result)
     _check_rows(result)
     return result
+
+
+def _reached(link: Link, fraction: float) -> Link:
+    """The link as collectives find it: equation (K3)."""
+    if fraction == 1:
+        return link
+    return link.model_copy(update={"bandwidth_bytes_per_second": link.bandwidth_bytes_per_second * fraction})
 
 
 def _check_precision(work: Workload) -> None:
@@ -154,7 +203,7 @@ def _check_headroom(work: Workload) -> None:
 
 def _check_rows(work: Workload) -> None:
     lengths = sorted({row.sequence_length for layer in work.profile.layers for row in layer.measurements})
-    if not work.rows:
+    if not work.sizes:
         raise MismatchError(
             f"the profile of {work.profile.model!r} has no measurements that all layers share at sequence length "
             f"{work.job.sequence_length}; it has {', '.join(map(str, lengths))}.",

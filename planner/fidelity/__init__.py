@@ -1,0 +1,1 @@
+"""Published runs against the cost model: read, predict, compare, calibrate."""

@@ -1,0 +1,105 @@
+"""Fit the constants of a framework and device architecture to measured runs.
+
+Robust least squares on the logarithm of predicted / measured seconds (scipy's trust region, soft L1: a run that a slow
+node or a restart spoilt pulls little), with a prior on every constant: what the runs do not tell stays what it is
+known to be elsewhere. Constants are positive and fitted as logarithms.
+
+    minimise  sum over runs rho((log(predicted / measured) / sigma)^2) + sum over constants ((log c - log prior) / width)^2
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.calibration import Constants
+
+SIGMA = 0.05
+"""Relative error of a run that counts as one unit: what repeated runs differ by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prior:
+    """What is known of a constant before any run: its usual value, and the logarithm's spread."""
+
+    value: float
+    width: float
+
+
+PRIORS: dict[str, Prior] = {
+    "matmul_fraction": Prior(0.78, 0.1),
+    "matmul_edge": Prior(60.0, 0.7),
+    "memory_fraction": Prior(0.8, 0.12),
+    "softmax_fraction": Prior(0.7, 0.3),
+    "attention_fraction": Prior(0.6, 0.3),
+    "attention_backward": Prior(2.8, 0.15),
+    "memory_backward": Prior(1.6, 0.15),
+    "kernel_seconds": Prior(2.5e-6, 0.4),
+    "host_forward_seconds": Prior(1.2e-5, 0.7),
+    "host_backward_seconds": Prior(8e-6, 0.7),
+    "collective_seconds": Prior(2e-5, 0.8),
+    "intra_node_fraction": Prior(0.75, 0.15),
+    "inter_node_fraction": Prior(0.6, 0.4),
+    "transfer_seconds": Prior(1e-4, 1.0),
+    "optimizer_passes": Prior(1.3, 0.4),
+    "step_seconds": Prior(5e-3, 1.0),
+    "overlap_fraction": Prior(0.7, 0.3),
+}
+Predictor = Callable[[Constants], Sequence[float]]
+"""Predicted seconds of all runs under these constants."""
+
+
+def start(priors: dict[str, Prior] | None = None) -> Constants:
+    """The constants that the priors stand for."""
+    return replace(Constants(), **{name: prior.value for name, prior in (priors or PRIORS).items()})
+
+
+def fit(
+    predict: Predictor,
+    measured: Sequence[float],
+    *,
+    weights: Sequence[float] | None = None,
+    priors: dict[str, Prior] | None = None,
+    evaluations: int = 12,
+) -> Constants:
+    """Constants under which the runs are predicted best.
+
+    Args:
+        predict: seconds of all runs, in the order of `measured`.
+        measured: seconds.
+        weights: of the runs; None: all alike.
+        priors: the constants that are fitted; None: `PRIORS`.
+        evaluations: most evaluations of the gradient.
+    """
+    from scipy.optimize import least_squares
+
+    known = priors or PRIORS
+    names = list(known)
+    centre = np.log([known[name].value for name in names])
+    width = np.array([known[name].width for name in names])
+    target = np.log(np.asarray(measured))
+    each = np.sqrt(np.asarray(weights if weights is not None else np.ones(len(measured))))
+
+    def residuals(shifted: NDArray[np.float64]) -> NDArray[np.float64]:
+        point = shifted - 1
+        constants = _constants(names, centre + point * width)
+        errors = (np.log(np.asarray(predict(constants))) - target) / SIGMA
+        return np.concatenate([each * _soft(errors), point])
+
+    # Steps are relative to the point, so the priors lie at one; whole nanoseconds ask for steps that are not tiny.
+    found = least_squares(residuals, np.ones(len(names)), diff_step=1e-2, max_nfev=evaluations)
+    return _constants(names, centre + (found.x - 1) * width)
+
+
+def _soft(errors: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Errors whose squares are soft L1: 2 (sqrt(1 + e^2) - 1); the priors stay quadratic."""
+    return np.asarray(np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1)))
+
+
+def _constants(names: Sequence[str], logarithms: NDArray[np.float64]) -> Constants:
+    values = {name: math.exp(value) for name, value in zip(names, logarithms, strict=True)}
+    return replace(Constants(), **values)

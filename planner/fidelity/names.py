@@ -1,0 +1,128 @@
+"""What the words of published runs mean: hardware, framework, attention, ZeRO, schedule, interconnect."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from planner.spec.cluster import Link
+from planner.spec.devices import INTER_NODE_LATENCY_SECONDS
+from planner.spec.frameworks import AttentionKernel, Framework, find_framework
+
+_DEVICES = (
+    (r"gh200", "gh200-96gb"),
+    (r"gb200", "gb200-nvl72-186gb"),
+    (r"gb300", "gb300-nvl72-279gb"),
+    (r"b300", "b300-sxm-288gb"),
+    (r"b200", "b200-sxm-180gb"),
+    (r"h200", "h200-sxm-141gb"),
+    (r"h100.*96", "h100-sxm5-96gb"),
+    (r"h100.*pcie", "h100-pcie-80gb"),
+    (r"h800", "h800-sxm5-80gb"),
+    (r"h100", "h100-sxm5-80gb"),
+    (r"a800", "a800-sxm4-80gb"),
+    (r"a100.*40.*pcie|a100.*pcie.*40", "a100-pcie-40gb"),
+    (r"a100.*pcie", "a100-pcie-80gb"),
+    (r"a100.*40\s*gb", "a100-sxm4-40gb"),
+    (r"a100", "a100-sxm4-80gb"),
+    (r"v100.*16", "v100-sxm2-16gb"),
+    (r"v100", "v100-sxm2-32gb"),
+    (r"l40s", "l40s-48gb"),
+    (r"\bl4\b", "l4-24gb"),
+    (r"rtx\s*4090", "rtx4090-24gb"),
+    (r"a10g", "a10g-24gb"),
+    (r"mi250", "mi250x-gcd-64gb"),
+    (r"mi300", "mi300x-192gb"),
+    (r"mi325", "mi325x-256gb"),
+    (r"mi355", "mi355x-288gb"),
+)
+
+_FRAMEWORKS = (
+    (r"golden|megatron-core|nemo|primus", "megatron-core"),
+    (r"deepspeed zero-3|zero-3|^deepspeed", "deepspeed"),
+    (r"megatron-deepspeed|deepspeed 3d|megatron\+deepspeed|sailor", "megatron-deepspeed"),
+    (r"aa-scaling|aleph", "aa-scaling"),
+    (r"nanotron", "nanotron"),
+    (r"torchtitan", "torchtitan"),
+    (r"kempner", "kempnerforge"),
+    (r"llm-foundry|composer", "llm-foundry"),
+    (r"libai|oneflow", "libai"),
+    (r"internevo", "internevo"),
+    (r"galvatron", "galvatron"),
+    (r"paxml|jax", "paxml"),
+    (r"litgpt", "litgpt"),
+    (r"torchtune", "torchtune"),
+    (r"fsdp", "fsdp"),
+    (r"megatron", "megatron-lm"),
+)
+
+_SCHEDULES = (
+    (r"zb-?2p|zb-?h2", "zb-h2"),
+    (r"zb-?1p|zb-?h1", "zb-h1"),
+    (r"zbv|zb-v", "zb-v"),
+    (r"gpipe|afab|all forward", "gpipe"),
+)
+
+
+def device_of(hardware: str, precision: str = "") -> str | None:
+    """Catalogue id of the hardware that a row names; None when the catalogue lacks it."""
+    from planner.spec.devices import catalogue
+
+    found = _first(_DEVICES, hardware)
+    return found if found in catalogue() else None
+
+
+def framework_of(system: str) -> Framework:
+    """The framework that a row names; plain torch when none is known."""
+    return find_framework(_first(_FRAMEWORKS, system) or "planner")
+
+
+def attention_of(text: str, framework: Framework) -> AttentionKernel:
+    """The attention kernel that a row names, else its framework's."""
+    lowered = text.lower()
+    if re.search(r"flash|sdpa|fa[234]", lowered):
+        return "flash"
+    if "unfused" in lowered or "local" in lowered or lowered == "torch":
+        return "unfused"
+    return "fused-softmax" if "fused" in lowered else framework.attention
+
+
+def zero_stage_of(text: str) -> Literal[0, 1, 2, 3]:
+    """ZeRO stage by the words of a row."""
+    lowered = text.lower()
+    if re.search(r"zero-?3|fsdp|full.?shard|grads_params", lowered):
+        return 3
+    if re.search(r"zero-?2", lowered):
+        return 2
+    return 1 if re.search(r"zero-?1|distributed optimizer", lowered) else 0
+
+
+def schedule_of(text: str, virtual_stages: int) -> str:
+    """Canonical name of the schedule; 1F1B when none is stated, interleaved with virtual stages."""
+    named = _first(_SCHEDULES, text)
+    if named:
+        return named
+    return "interleaved-1f1b" if virtual_stages > 1 else "1f1b"
+
+
+def inter_node_of(text: str, devices_per_node: int) -> Link | None:
+    """Link between nodes per device, from words such as ``8x200Gb/s HDR IB`` or ``400 Gb/s per GPU``; None: unstated."""
+    many = re.search(r"(\d+)\s*x\s*(\d+)\s*(G[bB])\s*/\s*s", text) or re.search(r"(\d+)\s*x\s*(\d+)\s*(Gb)\b", text)
+    one = re.search(r"(\d+)\s*(G[bB])/?s", text)
+    if many:
+        bytes_per_second = float(many.group(1)) * _bytes(many.group(2), many.group(3)) / devices_per_node
+    elif one:
+        shared = 1 if "per GPU" in text else devices_per_node
+        bytes_per_second = _bytes(one.group(1), one.group(2)) / shared
+    else:
+        return None
+    return Link(latency_seconds=INTER_NODE_LATENCY_SECONDS, bandwidth_bytes_per_second=bytes_per_second)
+
+
+def _bytes(amount: str, unit: str) -> float:
+    return float(amount) * (1e9 if unit == "GB" else 1e9 / 8)
+
+
+def _first(table: tuple[tuple[str, str], ...], text: str) -> str | None:
+    lowered = text.lower()
+    return next((name for pattern, name in table if re.search(pattern, lowered)), None)

@@ -1,0 +1,125 @@
+"""Predict one measured run with the cost model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from planner.cost import StageMap, choose, layout_costs, predict_step, schedule_of, workload
+from planner.cost.calibration import Constants
+from planner.cost.layers import LayoutCosts
+from planner.cost.workload import Workload
+from planner.fidelity.rows import Run
+from planner.spec.cluster import Cluster, NodeGroup
+from planner.spec.devices import find_device
+from planner.spec.job import Job
+from planner.spec.plan import Prediction
+from planner.spec.profile import ModelProfile, RecomputeMode
+from profiler.transformer import Shard, TransformerCounter
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """What the cost model says of a run."""
+
+    run: Run
+    prediction: Prediction
+    capacity_bytes: int
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of one step."""
+        return self.prediction.step_seconds
+
+    @property
+    def time_error(self) -> float | None:
+        """(predicted - measured) / measured."""
+        measured = self.run.step_seconds
+        return None if measured is None else self.step_seconds / measured - 1
+
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes of the rank and of the kind that was measured."""
+        ranks = self.prediction.memory
+        chosen = {"first": ranks[:1], "last": ranks[-1:], "largest": ranks}[self.run.memory_rank]
+        with_reserved = self.run.memory_kind == "device"
+        return max(row.peak_bytes - (0 if with_reserved else row.reserved_bytes) for row in chosen)
+
+    @property
+    def memory_error(self) -> float | None:
+        """(predicted - measured) / measured."""
+        measured = self.run.memory_bytes
+        return None if measured is None else self.memory_bytes / measured - 1
+
+    @property
+    def fits(self) -> bool:
+        """Does it fit the device?"""
+        return max(row.peak_bytes for row in self.prediction.memory) <= self.capacity_bytes
+
+
+def predict_run(run: Run, constants: Constants | None = None) -> Predicted:
+    """Step time and memory of a run.
+
+    Args:
+        run: what was measured.
+        constants: None: those that were fitted to its framework and device.
+    """
+    costs = costs_of(run, constants)
+    prediction = predict_step(costs, schedule_of(costs), choose(costs, stage_map(run)))
+    return Predicted(run, prediction, find_device(run.device).memory_bytes)
+
+
+def costs_of(run: Run, constants: Constants | None = None) -> LayoutCosts:
+    """Every layer of the run's model, priced under its layout."""
+    return layout_costs(workload_of(run, constants), run.layout)
+
+
+def workload_of(run: Run, constants: Constants | None = None) -> Workload:
+    """Profile, cluster and job of a run."""
+    return workload(_profile(run), _cluster(run), _job(run), framework=run.framework, constants=constants)
+
+
+def stage_map(run: Run) -> StageMap:
+    """Embedding, blocks and head on their stages."""
+    stages, start = [], 1
+    for index, count in enumerate(run.blocks_per_stage):
+        blocks: list[tuple[int, RecomputeMode]] = [(layer, run.recompute) for layer in range(start, start + count)]
+        start += count
+        first: list[tuple[int, RecomputeMode]] = [(0, "none")] if index == 0 else []
+        last: list[tuple[int, RecomputeMode]] = [(start, "none")] if index == len(run.blocks_per_stage) - 1 else []
+        stages.append(first + blocks + last)
+    return stages
+
+
+@lru_cache(maxsize=4096)
+def _profile(run: Run) -> ModelProfile:
+    layout = run.layout
+    shard = Shard(
+        micro_batch_size=layout.micro_batch_size,
+        sequence_length=run.sequence_length,
+        tensor=layout.tensor_parallel_degree,
+        context=layout.context_parallel_degree,
+        expert=layout.expert_parallel_degree,
+        sequence_parallel=layout.sequence_parallel,
+    )
+    counter = TransformerCounter(run.shape, run.framework, shard, run.attention, run.dtype)
+    return counter.profile(run.source_id, (run.recompute,))
+
+
+@lru_cache(maxsize=4096)
+def _cluster(run: Run) -> Cluster:
+    group = NodeGroup(
+        device=run.device, nodes=run.nodes, devices_per_node=run.devices_per_node, inter_node=run.inter_node
+    )
+    return Cluster(node_groups=(group,))
+
+
+def _job(run: Run) -> Job:
+    mixed = "fp16-mixed" if run.dtype == "fp16" else "bf16-mixed"
+    return Job(
+        global_batch_size=run.global_batch_size,
+        sequence_length=run.sequence_length,
+        precision=mixed if run.keeps_master else "bf16",
+        optimizer="adamw",
+        memory_headroom=0,
+    )

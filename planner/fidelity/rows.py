@@ -1,0 +1,335 @@
+"""Read published runs: one CSV row is one run, whatever its source; blank means unstated.
+
+What a row leaves out is filled by rule, the same for all rows, never per row:
+
+    gpus                tensor x pipeline x context x data degree
+    data degree         gpus / (tensor x pipeline x context)
+    micro-batch size    global batch / (data degree x micro-batches), and each of the three from the others
+    feed-forward size   4 x hidden; kv heads = heads; vocabulary 50,304 (GPT-2's, padded)
+    gated, tied         the combination whose parameter count is nearest to the stated one; else gated when the
+                        feed-forward size is not 4 x hidden
+    precision           bf16 with fp32 master copy
+    stages              equal numbers of blocks; where they do not divide, embedding and head count as one block each
+
+Out of scope, counted by reason: hardware that the catalogue lacks, a number format that is not modelled, no dimensions,
+no layout, nothing measured.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from planner.errors import DocumentError
+from planner.fidelity.names import attention_of, device_of, framework_of, inter_node_of, schedule_of, zero_stage_of
+from planner.spec.cluster import Link
+from planner.spec.frameworks import AttentionKernel, Framework
+from planner.spec.layout import Layout
+from planner.spec.profile import DataType, RecomputeMode
+from profiler.transformer import TransformerShape
+
+VOCABULARY = 50_304
+MemoryKind = Literal["allocated", "reserved", "device"]
+RankChoice = Literal["first", "last", "largest"]
+
+Row = dict[str, str]
+
+
+class OutOfScope(Exception):  # noqa: N818 - no error: a row that says too little
+    """Why a row cannot be predicted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One measured run, as the cost model takes it."""
+
+    source_id: str
+    family: str
+    """Name of the file it came from."""
+    framework: Framework
+    attention: AttentionKernel
+    device: str
+    """Catalogue id."""
+    devices_per_node: int
+    nodes: int
+    inter_node: Link | None
+    """None: the catalogue's."""
+    shape: TransformerShape
+    dtype: DataType
+    keeps_master: bool
+    layout: Layout
+    sequence_length: int
+    global_batch_size: int
+    recompute: RecomputeMode
+    blocks_per_stage: tuple[int, ...]
+    step_seconds: float | None
+    memory_bytes: float | None
+    memory_kind: MemoryKind
+    memory_rank: RankChoice
+    ran_out: bool
+    rank_group: str
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return self.nodes * self.devices_per_node
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """Runs in scope, and what kept the others out."""
+
+    runs: tuple[Run, ...]
+    out_of_scope: dict[str, Counter[str]]
+    """Per family: reason -> rows."""
+    rows: dict[str, int]
+    """Per family: all rows."""
+
+
+def read_runs(path: Path) -> Dataset:
+    """All runs of a CSV file, or of every CSV file of a folder that has the columns of runs.
+
+    Raises:
+        DocumentError: no such file, or no file with these columns.
+    """
+    files = sorted(path.glob("*.csv")) if path.is_dir() else [path]
+    runs: list[Run] = []
+    out: dict[str, Counter[str]] = {}
+    counts: dict[str, int] = {}
+    for file in files:
+        for row in _rows(file):
+            counts[file.stem] = counts.get(file.stem, 0) + 1
+            try:
+                runs.append(run_of(row, file.stem))
+            except OutOfScope as reason:
+                out.setdefault(file.stem, Counter())[str(reason)] += 1
+    if not counts:
+        raise DocumentError(
+            "holds no runs.", field=str(path), mend="give a CSV file with the columns source_id, hardware, layers, ..."
+        )
+    return Dataset(tuple(runs), out, counts)
+
+
+def _rows(file: Path) -> Iterator[Row]:
+    try:
+        with file.open(encoding="utf-8", newline="") as stream:
+            reader = csv.DictReader(stream)
+            if reader.fieldnames and {"hardware", "layers", "status"} <= set(reader.fieldnames):
+                yield from reader
+    except OSError as error:
+        raise DocumentError(f"cannot be read: {error}", field=str(file), mend="give a CSV file.") from error
+
+
+def run_of(row: Row, family: str) -> Run:
+    """One row as a run.
+
+    Raises:
+        OutOfScope: the row says too little, or what is not modelled.
+    """
+    device = device_of(row["hardware"], row["precision"])
+    if device is None:
+        raise OutOfScope("hardware without catalogue entry")
+    dtype, keeps_master = _precision(row["precision"])
+    shape = _shape(row)
+    layout, batch = _layout(row)
+    step = _step_seconds(row, layout, batch)
+    memory = _number(row, "mem_gib")
+    ran_out = row["status"] == "OOM"
+    if step is None and memory is None and not ran_out:
+        raise OutOfScope("nothing measured")
+    framework = framework_of(row["system"])
+    per_node = _whole(row, "gpus_per_node") or 8
+    per_node = layout.devices if layout.devices < per_node else per_node
+    per_node = per_node if layout.devices % per_node == 0 else 1
+    return Run(
+        source_id=row["source_id"],
+        family=family,
+        framework=_with_kernels(framework, row),
+        attention=attention_of(row["attention"], framework),
+        device=device,
+        devices_per_node=per_node,
+        nodes=layout.devices // per_node,
+        inter_node=inter_node_of(row["interconnect"], per_node),
+        shape=shape,
+        dtype=dtype,
+        keeps_master=keeps_master,
+        layout=layout,
+        sequence_length=_needed(row, "seq_len"),
+        global_batch_size=batch,
+        recompute=_recompute(row["recompute"]),
+        blocks_per_stage=_blocks(shape.layers, layout, row["notes"]),
+        step_seconds=step,
+        memory_bytes=None if memory is None else memory * 2**30,
+        memory_kind=_memory_kind(row["mem_kind"]),
+        memory_rank=_memory_rank(row["mem_kind"]),
+        ran_out=ran_out,
+        rank_group=row["rank_group"],
+    )
+
+
+def _with_kernels(framework: Framework, row: Row) -> Framework:
+    """Kernels that a run names itself go before its framework's."""
+    fuses_norm = True if "RMS kernel" in row["attention"] else framework.fuses_norm
+    keeps = True if "no reshard" in row["zero_fsdp"] else framework.keeps_gathered
+    return replace(framework, fuses_norm=fuses_norm, keeps_gathered=keeps)
+
+
+def _number(row: Row, name: str) -> float | None:
+    try:
+        return float(row.get(name) or "")
+    except ValueError:
+        return None
+
+
+def _whole(row: Row, name: str) -> int | None:
+    value = _number(row, name)
+    return None if value is None else round(value)
+
+
+def _needed(row: Row, name: str) -> int:
+    value = _whole(row, name)
+    if not value:
+        raise OutOfScope(f"no dimensions ({name})")
+    return value
+
+
+def _precision(text: str) -> tuple[DataType, bool]:
+    """Type of activations, and whether a master copy is kept."""
+    lowered = text.lower()
+    if "fp8" in lowered or "nf4" in lowered or "int8" in lowered:
+        raise OutOfScope("number format not modelled")
+    if "fp32" in lowered or "tf32" in lowered:
+        raise OutOfScope("number format not modelled")
+    pure = "pure bf16" in lowered or "true" in lowered
+    return ("fp16" if lowered.startswith("fp16") and "bf16" not in lowered else "bf16"), not pure
+
+
+def _shape(row: Row) -> TransformerShape:
+    if "lora" in f"{row['model']} {row['system']}".lower():
+        raise OutOfScope("no dimensions (adapters)")
+    hidden, heads = _needed(row, "hidden"), _needed(row, "heads")
+    feed_forward = _whole(row, "ffn") or 4 * hidden
+    plain = TransformerShape(
+        layers=_needed(row, "layers"),
+        hidden=hidden,
+        feed_forward=feed_forward,
+        heads=heads,
+        kv_heads=_whole(row, "kv_heads") or heads,
+        vocabulary=_whole(row, "vocab") or VOCABULARY,
+        is_gated=feed_forward != 4 * hidden,
+        is_tied=feed_forward == 4 * hidden,
+        experts=_whole(row, "experts") or 0,
+        experts_per_token=_whole(row, "topk") or 0,
+        head_size=0 if hidden % heads == 0 else 128,
+    )
+    stated = _number(row, "params")
+    if stated:
+        options = [replace(plain, is_gated=gated, is_tied=tied) for gated in (False, True) for tied in (False, True)]
+        plain = min(options, key=lambda option: abs(option.parameters - stated))
+    if plain.is_gated:
+        return plain
+    return replace(plain, positions=_needed(row, "seq_len"), has_biases=True)
+
+
+def _layout(row: Row) -> tuple[Layout, int]:
+    """Degrees, micro-batch size, schedule; and the global batch."""
+    tensor, pipeline = _whole(row, "tp"), _whole(row, "pp")
+    gpus, data, context = _whole(row, "gpus"), _whole(row, "dp"), _whole(row, "cp") or 1
+    if gpus == 1:
+        tensor = pipeline = 1
+    if tensor is None or pipeline is None:
+        raise OutOfScope("no layout (degrees)")
+    model = tensor * pipeline * context
+    if data is None or (gpus is not None and data * model != gpus):
+        data = max(1, (gpus or model) // model)
+    if gpus is not None and data * model != gpus:
+        raise OutOfScope("no layout (degrees do not multiply to the GPUs)")
+    size, batch, count = _micro_batches(row, data)
+    virtual = _virtual(row, pipeline, count)
+    expert = _whole(row, "ep") or 1
+    return (
+        Layout(
+            data_parallel_degree=data,
+            tensor_parallel_degree=tensor,
+            pipeline_parallel_degree=pipeline,
+            context_parallel_degree=context,
+            expert_parallel_degree=expert if (data * context) % expert == 0 else 1,
+            virtual_stages_per_rank=virtual,
+            zero_stage=zero_stage_of(row["zero_fsdp"]),
+            sequence_parallel=tensor > 1 and (_number(row, "sequence_parallel") or 0) > 0,
+            micro_batch_size=size,
+            schedule=schedule_of(row["schedule"], virtual),
+            recompute="none",
+        ),
+        batch,
+    )
+
+
+def _micro_batches(row: Row, data: int) -> tuple[int, int, int]:
+    """(micro-batch size, global batch, micro-batches), each from the others where it is not stated."""
+    size, batch, count = _whole(row, "mbs"), _whole(row, "gbs"), _whole(row, "num_microbatches")
+    if not size and batch and count:
+        size = batch // (data * count)
+    if not batch and size:
+        batch = size * data * (count or 1)
+    if not size or not batch:
+        raise OutOfScope("no layout (micro-batch size)")
+    count = max(1, -(-batch // (data * size)))
+    return size, count * data * size, count
+
+
+def _virtual(row: Row, pipeline: int, micro_batches: int) -> int:
+    """Virtual stages per rank, where the interleaved schedule can run them."""
+    layers = _needed(row, "layers")
+    wanted = layers // pipeline if "max" in row["vp"] else _whole(row, "vp") or 1
+    runs = pipeline > 1 and micro_batches % pipeline == 0 and layers % (pipeline * wanted) == 0
+    return wanted if runs else 1
+
+
+def _blocks(layers: int, layout: Layout, notes: str) -> tuple[int, ...]:
+    """Blocks of every stage."""
+    stages = layout.pipeline_parallel_degree * layout.virtual_stages_per_rank
+    told = re.search(r"stage sizes[^:]*: (\d+(?:-\d+)+)", notes)
+    sizes = [int(size) for size in told.group(1).split("-")] if told else []
+    if len(sizes) == stages and sum(sizes) == layers + 2:
+        return (sizes[0] - 1, *sizes[1:-1], sizes[-1] - 1) if stages > 1 else (layers,)
+    if stages > 1 and layers % stages and (layers + 2) % stages == 0:
+        each = (layers + 2) // stages
+        return (each - 1, *(each,) * (stages - 2), each - 1)
+    least, more = divmod(layers, stages)
+    return tuple(least + (stages - more <= index) for index in range(stages))
+
+
+def _step_seconds(row: Row, layout: Layout, batch: int) -> float | None:
+    if row["status"] != "ok":
+        return None
+    step, rate = _number(row, "step_s"), _number(row, "tokens_s_gpu")
+    if step is None and rate:
+        step = batch * _needed(row, "seq_len") / (rate * layout.devices)
+    return step
+
+
+def _recompute(text: str) -> RecomputeMode:
+    lowered = text.lower()
+    if "full" in lowered and "none" not in lowered:
+        return "full"
+    return "selective" if "selective" in lowered or "act" in lowered else "none"
+
+
+def _memory_kind(text: str) -> MemoryKind:
+    lowered = text.lower()
+    if "nvidia-smi" in lowered or "device" in lowered:
+        return "device"
+    return "reserved" if "reserved" in lowered else "allocated"
+
+
+def _memory_rank(text: str) -> RankChoice:
+    lowered = text.lower()
+    if "last rank" in lowered:
+        return "last"
+    return "first" if "rank 0" in lowered else "largest"
