@@ -51,7 +51,7 @@ def test_analytic_profile_of_a_callable(planner: Command) -> None:
         (("gpt2", "--device", "tpu"), "tpu"),
         (("gpt2", *ANALYTIC, "--sequence-length", "4096"), "1024"),
         (("gpt2", *ANALYTIC, "--tensor-parallel", "5"), "tensor"),
-        (("gpt2", *ANALYTIC, "--dtype", "fp32"), "fp32"),
+        (("gpt2", "--device", "analytic:v100-sxm2-32gb", "--dtype", "bf16"), "bf16"),
         (("gpt2", *ANALYTIC, "--concurrency", "4"), "--concurrency"),
         (("gpt2", *ANALYTIC, "--micro-batch-sizes", "0,1"), "'0' is not a whole number of at least 1"),
         (("resnet-50", *ANALYTIC, "--sequence-length", "8"), "--sequence-length"),
