@@ -6,7 +6,7 @@ from planner.cli.console import bold, table
 from planner.cli.units import gibibytes, scaled, seconds
 from planner.spec import LayerProfile, Measurement, ModelProfile
 from planner.spec.profile import BYTES_PER_ELEMENT
-from planner.spec.recipes import recipe
+from planner.spec.recipes import ParameterCount, recipe
 
 HEADER = (
     "kind",
@@ -34,10 +34,9 @@ def _head(profile: ModelProfile) -> str:
     shared = sum(each.parameters * (len(each.layers) - 1) for each in profile.shared_parameters)
     parameters = sum(layer.parameters for layer in profile.layers) - shared
     ogp = recipe("fp32" if BYTES_PER_ELEMENT[profile.dtype] == 4 else "bf16-mixed", "adamw")
-    per_parameter = ogp.parameter_bytes + ogp.gradient_bytes + ogp.optimizer_bytes
     return (
         f"{bold(profile.model)} on {profile.device}, {profile.dtype}: {len(profile.layers)} layers, "
-        f"{scaled(parameters)} parameters, OGP with AdamW {gibibytes(parameters * per_parameter)}"
+        f"{scaled(parameters)} parameters, OGP with AdamW {gibibytes(ogp.total_bytes(ParameterCount(parameters)))}"
     )
 
 

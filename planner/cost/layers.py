@@ -9,7 +9,7 @@ last digit. Per layer l, recompute mode r, micro-batch:
                    + recomputation (with the forward collectives again)                     -> LayerCost.backward_ticks
     (T3)  u(l)   = optimizer step over the layer's parameters: measured for AdamW, times the bytes that the job's
                    optimizer moves / those that AdamW moves; else the bytes that it reads and writes over the memory
-                   bandwidth                                                                -> optimizer_ticks
+                   bandwidth; for Muon also the FLOPs of its matrix products                -> optimizer_ticks
     (T4)  g(l)   = all-reduce of the layer's gradients over the data-parallel group (ZeRO 1 and 2: reduce-scatter and
                    all-gather; ZeRO 3: one all-gather more), its latency apart (`reduction_latency_ticks`, once per
                    stage); not hidden behind backward, so an upper bound
@@ -33,7 +33,7 @@ from planner.errors import MismatchError, UnsupportedError
 from planner.spec.cluster import Link
 from planner.spec.layout import Layout
 from planner.spec.profile import CollectiveName, Measurement, RecomputeMode
-from planner.spec.recipes import OgpRecipe, recipe
+from planner.spec.recipes import OgpRecipe, ParameterCount, recipe
 
 TICK_SECONDS = 1e-9
 
@@ -198,9 +198,9 @@ def _rows(work: Workload, layout: Layout) -> tuple[dict[RecomputeMode, Measureme
     return found
 
 
-def moved_bytes(ogp: OgpRecipe) -> int:
-    """Bytes per parameter that a step reads and writes: states and parameters both ways, gradients once."""
-    return 2 * ogp.optimizer_bytes + ogp.gradient_bytes + 2 * ogp.parameter_bytes
+def moved_bytes(ogp: OgpRecipe, count: ParameterCount) -> int:
+    """Bytes that a step reads and writes: states and parameters both ways, gradients once."""
+    return 2 * ogp.optimizer_bytes(count) + count.elements * (ogp.gradient_bytes + 2 * ogp.parameter_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +226,8 @@ class _LayerPricing:
         backward = ticks(seconds.backward_input_seconds) + weight
         recompute = ticks(seconds.recompute_seconds)
         replayed_exchange = forward_exchange if row.recompute == "full" else 0
-        parameters = self.local_parameters()
+        count = self.local_parameters()
+        parameters = count.elements
         return LayerCost(
             mode=row.recompute,
             forward_compute_ticks=forward,
@@ -236,23 +237,25 @@ class _LayerPricing:
             communication_ticks=forward_exchange + backward_exchange + replayed_exchange,
             forward_ticks=forward + forward_exchange,
             backward_ticks=backward + recompute + backward_exchange + replayed_exchange,
-            optimizer_ticks=self._optimizer_ticks(parameters),
+            optimizer_ticks=self._optimizer_ticks(count),
             reduction_ticks=self._reduction_ticks(parameters),
             parameters=parameters,
             parameters_bytes=self._sharded(parameters * work.recipe.parameter_bytes, zero >= 3),
             gradients_bytes=self._sharded(parameters * work.recipe.gradient_bytes, zero >= 2),
-            optimizer_bytes=self._sharded(parameters * work.recipe.optimizer_bytes, zero >= 1),
+            optimizer_bytes=self._sharded(work.recipe.optimizer_bytes(count), zero >= 1),
             activation_bytes=self._allocated(row.activation_bytes),
             output_bytes=self.plain.output_bytes,
             temporary_bytes=self._allocated(row.temporary_bytes),
             model_flops=self.plain.forward_flops + self.plain.backward_input_flops + self.plain.backward_weight_flops,
         )
 
-    def local_parameters(self) -> int:
-        """Elements on one rank of the tensor-parallel group."""
-        if self.plain.local_parameters is not None:
-            return self.plain.local_parameters
-        return -(-self.layer_parameters // self.plain.tensor_parallel_degree)
+    def local_parameters(self) -> ParameterCount:
+        """On one rank of the tensor-parallel group."""
+        row = self.plain
+        elements = row.local_parameters
+        if elements is None:
+            elements = -(-self.layer_parameters // row.tensor_parallel_degree)
+        return ParameterCount(elements, row.local_matrix_elements, row.local_factored_elements)
 
     def _allocated(self, size_bytes: int) -> int:
         """Bytes with what the allocator loses to rounding and fragmentation, rounded up."""
@@ -272,17 +275,31 @@ class _LayerPricing:
             )
         )
 
-    def _optimizer_ticks(self, parameters: int) -> int:
+    def _optimizer_ticks(self, count: ParameterCount) -> int:
         shards = self.layout.data_parallel_degree if self.layout.zero_stage else 1
+        return ticks((self._moving_seconds(count) + self._muon_seconds()) / shards)
+
+    def _moving_seconds(self, count: ParameterCount) -> float:
+        """Of the optimizer's states, gradients and parameters."""
+        moved = moved_bytes(self.work.recipe, count)
         if self.plain.optimizer_seconds is not None:
-            adamw = recipe(self.work.job.precision, "adamw")
-            share = moved_bytes(self.work.recipe) / moved_bytes(adamw)
-            return ticks(self.plain.optimizer_seconds * share / shards)
+            adamw = moved_bytes(recipe(self.work.job.precision, "adamw"), count)
+            return self.plain.optimizer_seconds * (moved / adamw if adamw else 1.0)
         bandwidth = self.work.device.memory_bandwidth_bytes_per_second
-        if bandwidth is None:
-            return 0
-        moved = parameters * moved_bytes(self.work.recipe)
-        return ticks(moved / shards / (bandwidth * DEFAULT.memory_fraction))
+        return 0.0 if bandwidth is None else moved / (bandwidth * DEFAULT.memory_fraction)
+
+    def _muon_seconds(self) -> float:
+        """Of the Newton-Schulz iteration's matrix products, in bf16 where the device has it, or as fast as the layer's
+        forward was measured.
+        """
+        flops = self.plain.local_muon_flops
+        if self.work.job.optimizer != "muon" or not flops:
+            return 0.0
+        device, row = self.work.device, self.plain
+        peak = device.peak_flops_per_second.get("bf16", device.peak_flops_per_second.get(self.work.profile.dtype))
+        if peak is not None:
+            return flops / (peak * device.achievable_fraction)
+        return flops * (row.forward_seconds or 0.0) / max(1, row.forward_flops)
 
     def _reduction_ticks(self, parameters: int) -> int:
         work, ogp = self.work, self.work.recipe
@@ -320,6 +337,7 @@ def _shared_costs(
         users = tuple(sorted({order[name] for name in one.layers}))
         user = next(iter(layers[users[-1]].values()))
         local = min(-(-one.parameters // layout.tensor_parallel_degree), user.parameters)
+        count = ParameterCount(local, 0, one.factored_elements)  # what layers share is no matrix of a hidden layer
         size_bytes = local * ogp.gradient_bytes
         exchange = 2 * transfer_seconds(size_bytes / 2, between) if layout.pipeline_parallel_degree > 1 else 0.0
         costs.append(
@@ -327,7 +345,7 @@ def _shared_costs(
                 layers=users,
                 parameters_bytes=local * ogp.parameter_bytes // shards[0],
                 gradients_bytes=local * ogp.gradient_bytes // shards[1],
-                optimizer_bytes=local * ogp.optimizer_bytes // shards[2],
+                optimizer_bytes=ogp.optimizer_bytes(count) // shards[2],
                 tail_ticks=(user.reduction_ticks + user.optimizer_ticks) * local // max(1, user.parameters),
                 exchange_ticks=ticks(exchange),
             )

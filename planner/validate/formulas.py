@@ -39,11 +39,13 @@ def layer_seconds(row: Measurement, device: DeviceSpec, dtype: DataType) -> Laye
         forward, of_input, of_weight = (sum(column) for column in zip(*parts, strict=True))
     else:
         forward, of_input, of_weight = _as_one_product(row, device, dtype)
-    if row.forward_flops:
-        repeated = min(1.0, row.recompute_flops / row.forward_flops)
+    if row.recompute_operations:
+        again = sum(one.count * _kernel(one, device, dtype, 1.0, 1.0) for one in row.recompute_operations)
+    elif row.forward_flops:
+        again = forward * min(1.0, row.recompute_flops / row.forward_flops)
     else:
-        repeated = 1.0 if row.recompute == "full" else 0.0
-    return LayerSeconds(forward, of_input, of_weight, forward * repeated)
+        again = forward if row.recompute == "full" else 0.0
+    return LayerSeconds(forward, of_input, of_weight, again)
 
 
 def _operation_seconds(one: Operation, device: DeviceSpec, dtype: DataType) -> tuple[float, float, float]:

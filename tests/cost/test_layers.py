@@ -68,7 +68,7 @@ def test_measured_optimizer_stands() -> None:
 
 def test_measured_optimizer_follows_the_job() -> None:
     """(T3): bf16 SGD moves 2 x 2 + 2 = 6 bytes per parameter where AdamW moves 14, so it takes 6 / 14 of its time."""
-    model = one_layer(optimizer=14e-6)
+    model = one_layer(optimizer=14e-6, parameters=1000)
     adamw = costs_of(model, step=job(optimizer="adamw", precision="bf16"))
     sgd = costs_of(model, step=job(optimizer="sgd", precision="bf16"))
     assert (only(adamw).optimizer_ticks, only(sgd).optimizer_ticks) == (14 * MICROSECOND, 6 * MICROSECOND)
@@ -80,6 +80,28 @@ def test_optimizer_by_the_bytes_it_moves() -> None:
     assert only(costs_of(model)).optimizer_ticks == 30 * MICROSECOND
     sgd = costs_of(model, step=job(optimizer="sgd", precision="bf16"))
     assert only(sgd).optimizer_ticks == 6 * MICROSECOND
+
+
+def test_muon_multiplies_matrices() -> None:
+    """(T3): bf16 Muon moves 2 x 2 m + 4 x 2 (n - m) + 6 n bytes, and does its FLOPs at the peak of 10^14 per second."""
+    model = one_layer(optimizer=None, parameters=1_000_000, matrices=800_000)
+    moved = 4 * 800_000 + 8 * 200_000 + 6 * 1_000_000
+    cost = only(costs_of(model, step=job(optimizer="muon", precision="bf16")))
+    assert cost.optimizer_ticks == round(moved / 0.85e12 / 1e-9 + 100 * 800_000 / 1e14 / 1e-9)
+    assert cost.optimizer_bytes == 2 * (800_000 + 2 * 200_000)
+
+
+def test_adafactor_keeps_rows_and_columns() -> None:
+    """Its states are told by the profile, next to the master copy of mixed precision."""
+    cost = only(costs_of(one_layer(parameters=1000, factored=70), step=job(optimizer="adafactor")))
+    assert (cost.parameters_bytes, cost.gradients_bytes, cost.optimizer_bytes) == (2000, 2000, 4 * (1000 + 70))
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
+def test_profiles_without_shapes_price_no_optimizer_of_shapes(optimizer: str) -> None:
+    """A profile of an older version does not tell what these keep: nothing is guessed."""
+    with pytest.raises(MismatchError, match="profile the model again"):
+        costs_of(one_layer(parameters=1000), step=job(optimizer=optimizer))
 
 
 def test_unmeasured_optimizer_without_bandwidth_is_free() -> None:
