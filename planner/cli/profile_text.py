@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
+
 from planner.cli.console import bold, table
-from planner.cli.units import gibibytes, scaled, seconds
+from planner.cli.units import gibibytes, percent, scaled, seconds
 from planner.spec import LayerProfile, Measurement, ModelProfile
 from planner.spec.profile import BYTES_PER_ELEMENT
 from planner.spec.recipes import ParameterCount, recipe
@@ -13,12 +15,18 @@ HEADER = (
     "layers",
     "parameters",
     "micro-batch",
+    "sequence",
     "forward FLOPs",
     "forward",
     "backward",
+    "spread",
     "activations",
     "source",
 )
+CONDITIONS = ("clock", "power", "temperature", "load_average")
+"""Names in a profile's environment."""
+NOISY = 0.1
+"""Spread of the samples from which on a median of a few of them is doubtful."""
 
 
 def profile_text(profile: ModelProfile) -> str:
@@ -28,6 +36,19 @@ def profile_text(profile: ModelProfile) -> str:
         kinds.setdefault(layer.kind, []).append(layer)
     rows = [row for kind, layers in kinds.items() for row in _rows(kind, layers)]
     return "\n\n".join([_head(profile), table(HEADER, rows, left=(0, len(HEADER) - 1))])
+
+
+def noise(profile: ModelProfile) -> list[str]:
+    """Sentences about what disturbed the measurement; none when it was quiet, or nothing was measured."""
+    rows = [row for layer in profile.layers for row in layer.measurements if row.recompute == "none"]
+    spreads = [row.relative_spread for row in rows if row.relative_spread is not None]
+    if not spreads or statistics.median(spreads) <= NOISY:
+        return []
+    told = "; ".join(f"{name} {profile.environment[name]}" for name in CONDITIONS if name in profile.environment)
+    return [
+        f"the samples spread by {percent(statistics.median(spreads))} of their median"
+        f" ({told or 'no conditions known'}): measure again when nothing else runs here, or with a larger --time-budget"
+    ]
 
 
 def _head(profile: ModelProfile) -> str:
@@ -48,9 +69,11 @@ def _rows(kind: str, layers: list[LayerProfile]) -> list[tuple[str, ...]]:
             str(len(layers)),
             scaled(layers[0].parameters),
             str(row.micro_batch_size),
+            str(row.sequence_length or "-"),
             scaled(row.forward_flops),
             _seconds(row.forward_seconds),
             _seconds(_backward(row)),
+            "-" if row.relative_spread is None else percent(row.relative_spread),
             gibibytes(row.activation_bytes),
             row.source,
         )
