@@ -26,6 +26,8 @@ NOT_RUNNABLE: dict[str, str] = {
     "adafactor for less memory",
 }
 """Precisions and optimizers that no job may ask for, and why."""
+WHOLE_PARAMETERS: frozenset[OptimizerName] = frozenset({"adafactor", "muon"})
+"""Optimizers whose update of one element depends on its whole matrix: a rank must hold the parameter unsplit."""
 
 Scalar = bool | int | str
 
