@@ -1,7 +1,8 @@
 """Measured model profile: what every kind of layer costs on this machine's device.
 
-    counted profile -> cases (kind, micro-batch size, recompute; optimizer) -> timings, beside the other ranks' load
-                    -> the counted rows with seconds in them, source "measured"
+    counted profile -> cases (kind, micro-batch size, sequence length, shard; optimizer)
+                    -> timings of all recompute modes in one run, beside the other ranks' load
+                    -> the counted rows with seconds and their spread in them, source "measured"
 
 Layers of one kind are measured once, on the first of them. Of the backward, torch can run the input-gradient part by
 itself (autograd prunes what only the weights need) but not the weight part, so that is the difference to the whole;
@@ -15,6 +16,7 @@ import platform
 import statistics
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -24,9 +26,11 @@ import torch
 
 from planner.errors import SpecError, UnsupportedError
 from planner.spec import LayerProfile, Measurement, ModelProfile, digest
-from planner.spec.profile import DataType
+from planner.spec.profile import DataType, RecomputeMode
 from profiler import count
+from profiler.lengths import at_lengths, check_lengths
 from profiler.links_torchrun import Progress
+from profiler.measure_conditions import compared, conditions
 from profiler.measure_device import (
     DeviceSheet,
     find_device,
@@ -36,8 +40,9 @@ from profiler.measure_device import (
     processor_name,
 )
 from profiler.measure_journal import Case, Figures, Journal
-from profiler.measure_layer import PHASES, RECOMPUTED_BACKWARD, Bench, LayerWorkload, OptimizerWorkload
+from profiler.measure_layer import PHASES, Bench, LayerWorkload, OptimizerWorkload, Size, recomputed_backward
 from profiler.measure_load import Load, available_cores, threads_per_rank
+from profiler.measure_shard import fake_ranks
 from profiler.measure_timing import Timing, time_phases
 from profiler.models import ModelSource
 
@@ -50,7 +55,7 @@ def profile(
     source: ModelSource,
     *,
     device: str = "cpu",
-    sequence_length: int,
+    sequence_lengths: Sequence[int],
     micro_batch_sizes: Sequence[int] = (1, 2, 4),
     tensor_parallel_degrees: Sequence[int] = (1,),
     dtype: DataType = "fp32",
@@ -64,10 +69,10 @@ def profile(
     Args:
         source: the model; never held whole, only one layer of it at a time.
         device: ``cpu`` or ``cuda`` (with an index, when there are several GPUs).
-        sequence_length: tokens per sample; 0 for models without a sequence.
+        sequence_lengths: tokens per sample to measure; (0,) for models without a sequence.
         micro_batch_sizes: samples per micro-batch to measure.
-        tensor_parallel_degrees: shards are measured without their exchanges, which the cost model prices by the links;
-            with a concurrency above 1, rows of degrees above 1 are counted only.
+        tensor_parallel_degrees: shards are measured in their local shapes, without their exchanges, which the cost
+            model prices by the links; with a concurrency above 1, rows of degrees above 1 are counted only.
         dtype: of parameters and activations.
         concurrency: ranks that will share this machine's cores: the others' work runs beside the measurement, every
             rank with `threads_per_rank` threads. 1 on GPUs, which ranks do not share.
@@ -82,27 +87,32 @@ def profile(
         RunError: a process that loads the machine died.
     """
     place = find_device(device, concurrency)
-    count.check_request(source, sequence_length, tuple(micro_batch_sizes), tuple(tensor_parallel_degrees))
+    sizes, shards = tuple(micro_batch_sizes), tuple(tensor_parallel_degrees)
+    check_lengths(sequence_lengths)
+    for length in sequence_lengths:
+        count.check_request(source, length, sizes, shards)
     if not time_budget_seconds > 0:
         raise SpecError(
             f"{time_budget_seconds} seconds are no time to measure in.",
             field="time_budget_seconds",
             mend="give a positive number of seconds.",
         )
-    degrees = _measurable(tensor_parallel_degrees, concurrency)
+    degrees = _measurable(shards, concurrency)
     sheet = look_up_device(place, concurrency)
-    known = Journal(journal, _condition(source, sheet, sequence_length, dtype, concurrency))
-    with Load(concurrency) as load:  # first, because its processes take their time to start
-        counted = count.profile(
-            source,
-            sequence_length=sequence_length,
-            micro_batch_sizes=tuple(micro_batch_sizes),
-            tensor_parallel_degrees=tuple(tensor_parallel_degrees),
-            dtype=dtype,
+    known = Journal(journal, _condition(source, sheet, dtype, concurrency))
+
+    def counted_at(length: int) -> ModelProfile:
+        return count.profile(
+            source, sequence_length=length, micro_batch_sizes=sizes, tensor_parallel_degrees=shards, dtype=dtype
         )
+
+    with Load(concurrency) as load, fake_ranks(max(degrees)):  # the load first: its processes take time to start
+        counted = at_lengths(counted_at, sequence_lengths)
         tasks = _tasks(counted, degrees)
-        bench = Bench(source, place, dtype, sequence_length)
+        before = conditions(place)
+        bench = Bench(source, place, dtype)
         _Measuring(bench, load, known, perf_counter() + time_budget_seconds, progress).run(tasks)
+        noise = compared(before, conditions(place))
         spec = measure_peaks(sheet, load)
     if progress is not None:
         progress(len(tasks) + 1, len(tasks) + 1, "measured")
@@ -110,13 +120,13 @@ def profile(
         "device": spec.id,
         "device_spec": None if is_in_catalogue(spec) else spec,
         "layers": _with_seconds(counted.layers, known),
-        "environment": counted.environment | _environment(concurrency, [known[task.case] for task in tasks]),
+        "environment": counted.environment | _environment(concurrency, [known[task.case] for task in tasks]) | noise,
     }
     return counted.model_copy(update=data)
 
 
 def _measurable(degrees: Sequence[int], concurrency: int) -> tuple[int, ...]:
-    """Shards are measured only where no other process must run them too: the hooks in them cannot be sent."""
+    """Shards are measured only where no other process must run them too: distributed tensors cannot be sent."""
     measurable = tuple(degree for degree in degrees if degree == 1 or concurrency == 1)
     if not measurable:
         raise UnsupportedError(
@@ -127,9 +137,7 @@ def _measurable(degrees: Sequence[int], concurrency: int) -> tuple[int, ...]:
     return measurable
 
 
-def _condition(
-    source: ModelSource, sheet: DeviceSheet, sequence_length: int, dtype: DataType, concurrency: int
-) -> dict[str, str | int]:
+def _condition(source: ModelSource, sheet: DeviceSheet, dtype: DataType, concurrency: int) -> dict[str, str | int]:
     """All that a case's seconds depend on besides the case itself."""
     return {
         # Heads and dropout change seconds, but no shape of a parameter.
@@ -137,7 +145,6 @@ def _condition(
         "device": str(sheet.place),
         "device_name": sheet.name,
         "torch": torch.__version__,
-        "sequence_length": sequence_length,
         "dtype": dtype,
         "concurrency": concurrency,
         "threads_per_rank": threads_per_rank(concurrency),
@@ -151,8 +158,8 @@ class _Task:
     case: Case
     index: int
     is_last: bool
-    recompute: bool
-    """Measure the layer with recomputation too."""
+    modes: tuple[RecomputeMode, ...]
+    """Recompute modes besides none that are measured in the same run."""
 
     @property
     def layer(self) -> tuple[int, int]:
@@ -168,8 +175,8 @@ def _tasks(counted: ModelProfile, degrees: Collection[int]) -> list[_Task]:
         if layer.kind not in kinds:
             kinds.add(layer.kind)
             is_last = index == len(counted.layers) - 1
-            recompute = any(row.recompute == "full" for row in layer.measurements)
-            tasks += [_Task(case, index, is_last, recompute) for case in _cases(layer, degrees)]
+            modes = tuple(dict.fromkeys(row.recompute for row in layer.measurements if row.recompute != "none"))
+            tasks += [_Task(case, index, is_last, modes) for case in _cases(layer, degrees)]
     return tasks
 
 
@@ -177,7 +184,7 @@ def _cases(layer: LayerProfile, degrees: Collection[int]) -> Iterator[Case]:
     for degree in degrees:
         rows = [row for row in layer.measurements if row.tensor_parallel_degree == degree and row.recompute == "none"]
         for row in rows:
-            yield Case(layer.kind, "layer", row.micro_batch_size, degree)
+            yield Case(layer.kind, "layer", row.micro_batch_size, degree, row.sequence_length)
         if layer.parameters:
             yield Case(layer.kind, "optimizer", 0, degree)
 
@@ -211,11 +218,11 @@ class _Measuring:
         if not pending:
             return []
         plain = self.bench.build(index, degree)
-        recomputed = self.bench.build(index, degree, recompute=True) if pending[0].recompute else None
+        recomputed = {mode: self.bench.build(index, degree, recompute=mode) for mode in pending[0].modes}
         return [
             self.bench.optimizer(plain)
             if task.case.work == "optimizer"
-            else self.bench.workload(index, task.case.micro_batch_size, plain, recomputed)
+            else self.bench.workload(index, _size(task.case), plain, recomputed)
             for task in pending
         ]
 
@@ -223,12 +230,18 @@ class _Measuring:
         timing = time_phases(workload.run, self.bench.device, limit_seconds=limit_seconds)
         if isinstance(workload, OptimizerWorkload):
             return {"optimizer": timing.median(), "spread": timing.spread}
-        return {**_layer_seconds(task, timing), "unfused_bytes": self.bench.unfused_bytes(*task.layer, workload)}
+        kept, cached = self.bench.unfused_bytes(*task.layer, _size(task.case), workload)
+        return {**_layer_seconds(task, timing), "unfused_bytes": kept, "unfused_cached_bytes": cached}
+
+
+def _size(case: Case) -> Size:
+    return case.micro_batch_size, case.sequence_length
 
 
 def _describe(case: Case) -> str:
     degree = f", tensor-parallel by {case.tensor_parallel_degree}" if case.tensor_parallel_degree > 1 else ""
-    work = "optimizer step" if case.work == "optimizer" else f"micro-batch of {case.micro_batch_size}"
+    length = f" x {case.sequence_length}" if case.sequence_length else ""
+    work = "optimizer step" if case.work == "optimizer" else f"micro-batch of {case.micro_batch_size}{length}"
     return f"{case.kind}: {work}{degree}"
 
 
@@ -245,10 +258,15 @@ def _layer_seconds(task: _Task, timing: Timing) -> Figures:
         "overhead": timing.median(lambda sample: sample[before] + (not task.is_last) * sample[after]),
         "spread": timing.spread,
     }
-    if task.recompute:
-        extra = timing.median(lambda sample: sample[RECOMPUTED_BACKWARD] - sample[backward])
-        seconds["recompute"] = max(0.0, extra)
+    for number, mode in enumerate(task.modes):
+        again = recomputed_backward(number)
+        extra = timing.median(partial(_difference, again, backward))
+        seconds[f"recompute_{mode}"] = max(0.0, extra)
     return seconds
+
+
+def _difference(left: int, right: int, sample: Sequence[float]) -> float:
+    return sample[left] - sample[right]
 
 
 def _with_seconds(layers: Sequence[LayerProfile], known: Journal) -> tuple[LayerProfile, ...]:
@@ -261,27 +279,34 @@ def _with_seconds(layers: Sequence[LayerProfile], known: Journal) -> tuple[Layer
 
 
 def _measured(row: Measurement, layer: LayerProfile, known: Journal) -> Measurement:
-    case = Case(layer.kind, "layer", row.micro_batch_size, row.tensor_parallel_degree)
-    if case not in known or row.recompute == "selective":
+    case = Case(layer.kind, "layer", row.micro_batch_size, row.tensor_parallel_degree, row.sequence_length)
+    if case not in known:
         return row
     figures = known[case]
     optimizer = Case(layer.kind, "optimizer", 0, row.tensor_parallel_degree)
     # Without weights, all of the backward is the input's.
     backward_input = figures["backward_input"] if layer.parameters else figures["backward"]
-    unfused = int(figures["unfused_bytes"])
-    kept, temporary = (0, unfused) if row.recompute == "full" else (unfused, 0)
+    kept, temporary = _unfused(row.recompute, int(figures["unfused_bytes"]), int(figures["unfused_cached_bytes"]))
     data = {
         # Recomputed layers run the same kernels forward.
         "forward_seconds": figures["forward"],
         "backward_input_seconds": backward_input,
         "backward_weight_seconds": figures["backward"] - backward_input,
-        "recompute_seconds": figures["recompute"] if row.recompute == "full" else 0.0,
+        "recompute_seconds": figures.get(f"recompute_{row.recompute}", 0.0),
         "optimizer_seconds": known[optimizer]["optimizer"] if layer.parameters else 0.0,
         "activation_bytes": row.activation_bytes + kept,
         "temporary_bytes": row.temporary_bytes + temporary,
+        "relative_spread": figures["spread"],
         "source": "measured",
     }
     return row.model_copy(update=data)
+
+
+def _unfused(mode: RecomputeMode, unfused: int, cached: int) -> tuple[int, int]:
+    """What an unfused kernel keeps more, from forward to backward and while the backward runs: what is recomputed, or
+    not kept until then, exists for that time only."""
+    kept = {"none": unfused, "selective": min(cached, unfused), "full": 0}[mode]
+    return kept, unfused - kept
 
 
 def _environment(concurrency: int, measured: Sequence[Figures]) -> dict[str, str]:

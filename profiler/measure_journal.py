@@ -15,7 +15,8 @@ from planner.errors import DocumentError
 logger = logging.getLogger(__name__)
 
 Figures = Mapping[str, float]
-"""What was measured of a case, by name: seconds, but ``spread`` is a fraction and ``unfused_bytes`` are bytes."""
+"""What was measured of a case, by name: seconds, but ``spread`` is a fraction, and names that end in ``_bytes`` are
+bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +28,12 @@ class Case:
     """Forward and backward of one micro-batch, or the optimizer's step, which has no micro-batch: its size is 0."""
     micro_batch_size: int
     tensor_parallel_degree: int = 1
+    sequence_length: int = 0
+    """Tokens per sample; 0 for models without a sequence, and for the optimizer."""
 
 
 class Journal:
-    """The measured cases of one condition (model, device, type, sequence length, concurrency).
+    """The measured cases of one condition (model, device, type, torch, concurrency).
 
     Args:
         path: of the file; None keeps the cases in memory only.

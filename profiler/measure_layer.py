@@ -10,7 +10,7 @@ micro-batch (masks, positions) is not counted in every layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,23 +18,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from planner.spec.profile import DataType, RecomputeMode
 from profiler.count import TORCH_TYPES
+from profiler.measure_shard import local, split, with_local
 from profiler.measure_timing import Mark
 from profiler.models import ModelSource
+from profiler.recompute import is_saved
 from profiler.shard import shard
 from profiler.tensor_parallel import plan, split_modules
 from profiler.transformer_cut import meta_friendly
 from profiler.watch import FusedAttention, saved_tensors
 
+Tensors = tuple[Tensor, ...]
+Size = tuple[int, int]
+"""Samples of a micro-batch, and tokens of a sample (0 without a sequence)."""
+
 INITIAL_SCALE = 0.02
 """Standard deviation of the weights: the values do not matter to dense kernels, as long as none is subnormal."""
 
 PHASES = ("before", "layer", "after", "backward_input", "backward")
-"""What `LayerWorkload.run` marks; with recomputation, three phases of a forward and one of a backward follow."""
-RECOMPUTED_BACKWARD = 8
-"""Index of that backward."""
+"""What `LayerWorkload.run` marks; for every recompute mode, three phases of a forward and one of a backward follow."""
+
+
+def recomputed_backward(number: int) -> int:
+    """Index of the phase that is the backward of the recompute mode of this number."""
+    return len(PHASES) + 4 * number + 3
 
 
 @contextmanager
@@ -62,9 +73,9 @@ def _fill(stage: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
             if parameter is None:
                 continue
             if parameter not in made:
-                values = torch.empty(parameter.shape, device=device, dtype=dtype)
+                values = torch.empty(local(parameter).shape, device=device, dtype=dtype)
                 values = values.normal_(0.0, INITIAL_SCALE) if parameter.dim() > 1 else values.fill_(1.0)
-                made[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                made[parameter] = nn.Parameter(with_local(parameter, values), requires_grad=parameter.requires_grad)
             module._parameters[name] = made[parameter]
         for name, buffer in module._buffers.items():
             module._buffers[name] = buffer if buffer is None else buffer.to(device)
@@ -86,14 +97,13 @@ class BuiltLayer:
         stage.get_submodule(modules[0]).register_forward_pre_hook(self._at_start)
         stage.get_submodule(modules[-1]).register_forward_hook(self._at_end)
 
-    def __call__(self, inputs: Tensor, mark: Mark) -> Tensor:
-        """The layer's output; marks where its first module starts [1] and its last one ends [2]."""
+    def __call__(self, inputs: Tensors, mark: Mark) -> Tensors:
+        """The layer's outputs; marks where its first module starts [1] and its last one ends [2]."""
         self._mark = mark
         try:
-            output: Tensor = self.stage(inputs)
+            return as_tuple(self.stage(*inputs))
         finally:
             self._mark = None
-        return output
 
     def _at_start(self, module: nn.Module, arguments: Any) -> None:
         self._cross()
@@ -111,28 +121,30 @@ class LayerWorkload:
     """Forward and backward of one layer on one micro-batch; can be pickled and run in another process."""
 
     layer: BuiltLayer
-    inputs: Tensor
+    inputs: Tensors
     """What the layer takes."""
-    gradient: Tensor | None
-    """Of the layer's output; None for the last layer, whose output goes into the loss."""
+    gradients: Tensors
+    """One of each of the layer's outputs; none for the last layer, whose output goes into the loss."""
     classes: Tensor | None
     """For the last layer: what its logits are compared with; their shape without the last dimension."""
     is_first: bool
     """The inputs are data: no gradient of them is wanted."""
-    recomputed: BuiltLayer | None = None
-    """The same layer with recomputation, run in turns, so that both meet the same disturbances."""
+    recomputed: dict[RecomputeMode, BuiltLayer] = field(default_factory=dict)
+    """The same layer with recomputation, run in turns, so that all meet the same disturbances."""
 
     def run(self, mark: Mark) -> None:
         """Do the work once, marking the phases of `PHASES`; a backward that is not there is an empty phase."""
         mark()
-        inputs, output = self._forward(self.layer, mark)
-        if inputs.requires_grad:
-            torch.autograd.grad(output, inputs, self.gradient, retain_graph=True)
+        inputs, outputs = self._forward(self.layer, mark)
+        wanted = [tensor for tensor in inputs if tensor.requires_grad]
+        ends, gradients = self._trained(outputs)
+        if wanted and ends:
+            torch.autograd.grad(ends, wanted, gradients, retain_graph=True, allow_unused=True)
         mark()
-        self._backward(output, mark)
-        if self.recomputed is not None:
-            _, output = self._forward(self.recomputed, mark)
-            self._backward(output, mark)
+        self._backward(outputs, mark)
+        for layer in self.recomputed.values():
+            _, outputs = self._forward(layer, mark)
+            self._backward(outputs, mark)
 
     def kept_bytes(self) -> int:
         """Bytes of all storages that autograd keeps after the forward, each once; parameters are not among them."""
@@ -148,19 +160,61 @@ class LayerWorkload:
             storages.pop(tensor.untyped_storage()._cdata, None)
         return sum(storages.values())
 
-    def _forward(self, layer: BuiltLayer, mark: Mark) -> tuple[Tensor, Tensor]:
-        """Fresh leaf, as a stage's receive buffer is; and output, or loss of the last layer."""
-        inputs = self.inputs if self.is_first else self.inputs.detach().requires_grad_()
-        output = layer(inputs, mark)
-        if self.classes is not None:
-            output = cross_entropy(output.flatten(0, -2).float(), self.classes.flatten())
-        mark()
-        return inputs, output
+    def cached_bytes(self) -> int:
+        """Bytes of the outputs that selective recomputation keeps."""
+        saved = SavedOutputs()
+        with saved:
+            self._forward(self.layer, _ignore)
+        return saved.bytes
 
-    def _backward(self, output: Tensor, mark: Mark) -> None:
-        if output.requires_grad:
-            torch.autograd.backward(output, self.gradient)
+    def _forward(self, layer: BuiltLayer, mark: Mark) -> tuple[Tensors, Tensors]:
+        """Fresh leaves, as a stage's receive buffers are; and the outputs, or the loss."""
+        inputs = self.inputs if self.is_first else tuple(_leaf(tensor) for tensor in self.inputs)
+        outputs = layer(inputs, mark)
+        if self.classes is not None:
+            outputs = (cross_entropy(outputs[0].flatten(0, -2).float(), self.classes.flatten()),)
         mark()
+        return inputs, outputs
+
+    def _backward(self, outputs: Tensors, mark: Mark) -> None:
+        ends, gradients = self._trained(outputs)
+        if ends:
+            torch.autograd.backward(ends, gradients)
+        mark()
+
+    def _trained(self, outputs: Tensors) -> tuple[Tensors, Tensors | None]:
+        """Outputs that are trained through, and their gradients; the loss starts with its own."""
+        if self.classes is not None:
+            return outputs, None
+        pairs = [pair for pair in zip(outputs, self.gradients, strict=True) if pair[0].requires_grad]
+        return tuple(output for output, _ in pairs), tuple(gradient for _, gradient in pairs)
+
+
+def as_tuple(value: Any) -> Tensors:
+    """What a stage takes or gives: one tensor, or several."""
+    return (value,) if isinstance(value, Tensor) else tuple(value)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.is_floating_point())
+
+
+class SavedOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the bytes of what selective recomputation would keep of the operations that run within."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation."""
+        output = func(*args, **(kwargs or {}))
+        if is_saved(func):
+            made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+            self.bytes += sum(tensor.untyped_storage().nbytes() for tensor in made)
+        return output
 
 
 def _ignore() -> None:
@@ -198,61 +252,79 @@ class Bench:
     device: torch.device
     dtype: DataType
     """Of parameters and activations; token ids stay integers."""
-    sequence_length: int
-    """Tokens per sample; not used by models without a sequence."""
-    _outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict, repr=False)
+    _outputs: dict[Size, tuple[Tensors, ...]] = field(default_factory=dict, repr=False)
 
-    def build(self, index: int, degree: int = 1, *, recompute: bool = False) -> BuiltLayer:
-        """Layer `index` with random weights, or one rank's shard of it; nothing else of the model takes memory."""
-        with _parameters_on_meta():
-            model = self.source.build()
-        mode: RecomputeMode = "full" if recompute else "none"
-        stage = self.source.cut(model).stage(model, index, index + 1, recompute={index: mode})
+    def build(self, index: int, degree: int = 1, *, recompute: RecomputeMode = "none") -> BuiltLayer:
+        """Layer `index` with random weights, or one rank's shard of it; nothing else of the model takes memory.
+
+        Shards are to be built, and run, within `profiler.measure_shard.fake_ranks`.
+        """
+        stage = self._stage(index, recompute)
         if degree > 1:
-            shard(stage, split_modules(stage, plan(self.source)), degree)
-        _fill(stage, self.device, TORCH_TYPES[self.dtype])
-        return BuiltLayer(stage, self.source.cut().layers[index].modules)
+            split(stage, self.source, degree, self.device)
+        return self._filled(stage, index)
 
     def workload(
-        self, index: int, micro_batch_size: int, layer: BuiltLayer, recomputed: BuiltLayer | None = None
+        self, index: int, size: Size, layer: BuiltLayer, recomputed: Mapping[RecomputeMode, BuiltLayer] | None = None
     ) -> LayerWorkload:
-        """The work of layer `index`, as built, on one micro-batch of so many samples."""
-        outputs = self._outputs_of(micro_batch_size)
+        """The work of layer `index`, as built, on one micro-batch of this size."""
+        outputs = self._outputs_of(size)
         is_first, is_last = index == 0, index == len(outputs) - 1
-        shape = outputs[index].shape
-        if is_first:
-            inputs = self.source.example_inputs(micro_batch_size, self.sequence_length, self.device)[0]
-        else:
-            inputs = torch.randn(outputs[index - 1].shape, device=self.device)
-        dtype = TORCH_TYPES[self.dtype]
+        given = self.source.example_inputs(*size, self.device) if is_first else outputs[index - 1]
+        last = outputs[index][0].shape
         return LayerWorkload(
             layer=layer,
-            inputs=inputs.to(dtype) if inputs.is_floating_point() else inputs,
-            gradient=None if is_last else torch.randn(shape, device=self.device).to(dtype),
-            classes=torch.randint(shape[-1], shape[:-1], device=self.device) if is_last else None,
+            inputs=tuple(map(self._like, given)),
+            gradients=() if is_last else tuple(map(self._like, outputs[index])),
+            classes=torch.randint(last[-1], last[:-1], device=self.device) if is_last else None,
             is_first=is_first,
-            recomputed=recomputed,
+            recomputed=dict(recomputed or {}),
         )
 
     def optimizer(self, layer: BuiltLayer) -> OptimizerWorkload:
         """The optimizer's step over the parameters of a layer."""
-        return OptimizerWorkload(tuple(tuple(each.shape) for each in layer.stage.parameters()), self.device)
+        return OptimizerWorkload(tuple(tuple(local(each).shape) for each in layer.stage.parameters()), self.device)
 
-    def unfused_bytes(self, index: int, degree: int, workload: LayerWorkload) -> int:
-        """Bytes that the layer keeps for its backward on this device beyond what the fused kernels keep.
+    def unfused_bytes(self, index: int, degree: int, size: Size, workload: LayerWorkload) -> tuple[int, int]:
+        """Bytes that the layer keeps for its backward on this device beyond what the fused kernels keep: without
+        recomputation, and with selective recomputation.
 
         Rows are counted with the attention kernels of CUDA devices; on a CPU, attention with dropout keeps its
         probabilities too.
         """
         if self.device.type != "cpu":
-            return 0
-        meta = Bench(self.source, torch.device("meta"), self.dtype, self.sequence_length, self._outputs)
-        layer = meta.build(index, degree)
+            return 0, 0
+        here = workload if degree == 1 else self.workload(index, size, self._local_shard(index, degree))
+        meta = Bench(self.source, torch.device("meta"), self.dtype, self._outputs)
+        layer = meta._local_shard(index, degree)
         with FusedAttention(), meta_friendly() if hasattr(layer.stage, "config") else nullcontext():
-            fused = meta.workload(index, workload.inputs.shape[0], layer).kept_bytes()
-        return max(0, workload.kept_bytes() - fused)
+            fused = meta.workload(index, size, layer)
+            kept, cached = fused.kept_bytes(), fused.cached_bytes()
+        return max(0, here.kept_bytes() - kept), max(0, here.cached_bytes() - cached)
 
-    def _outputs_of(self, micro_batch_size: int) -> tuple[Tensor, ...]:
-        if micro_batch_size not in self._outputs:
-            self._outputs[micro_batch_size] = self.source.layer_outputs(micro_batch_size, self.sequence_length)
-        return self._outputs[micro_batch_size]
+    def _local_shard(self, index: int, degree: int) -> BuiltLayer:
+        """As `build`, of plain tensors: autograd's view of a DTensor's storage is not the local one."""
+        stage = self._stage(index, "none")
+        if degree > 1:
+            shard(stage, split_modules(stage, plan(self.source)), degree)
+        return self._filled(stage, index)
+
+    def _stage(self, index: int, recompute: RecomputeMode) -> nn.Module:
+        with _parameters_on_meta():
+            model = self.source.build()
+        return self.source.cut(model).stage(model, index, index + 1, recompute={index: recompute})
+
+    def _filled(self, stage: nn.Module, index: int) -> BuiltLayer:
+        _fill(stage, self.device, TORCH_TYPES[self.dtype])
+        return BuiltLayer(stage, self.source.cut().layers[index].modules)
+
+    def _like(self, tensor: Tensor) -> Tensor:
+        """Values of this shape on the device: normal numbers of the layers' type; as given, or zeros, if whole."""
+        if tensor.is_floating_point():
+            return torch.randn(tensor.shape, device=self.device).to(TORCH_TYPES[self.dtype])
+        return torch.zeros_like(tensor, device=self.device) if tensor.is_meta else tensor
+
+    def _outputs_of(self, size: Size) -> tuple[Tensors, ...]:
+        if size not in self._outputs:
+            self._outputs[size] = tuple(as_tuple(each) for each in self.source.layer_outputs(*size))
+        return self._outputs[size]

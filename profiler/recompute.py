@@ -45,6 +45,9 @@ SAVED_OPERATIONS = frozenset(
         "aten::_scaled_dot_product_efficient_attention",
         "aten::_scaled_dot_product_cudnn_attention",
         "aten::_scaled_dot_product_fused_attention_overrideable",
+        # Their stand-ins when counting on meta tensors.
+        "planner::attention",
+        "planner::grouped_mm",
     }
 )
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
     from profiler.models import ModelSource
 
 OPT_BLOCK_PLAN = {
@@ -30,6 +32,18 @@ REPLICATED_STYLES = frozenset({"replicated_with_grad_allreduce"})
 """Whole on every rank; the gradient, partial, is summed over the group (qwen3's norms of single heads)."""
 KNOWN_STYLES = COLUMN_STYLES | ROW_STYLES | REPLICATED_STYLES
 """A plan with any other style is not used: half a plan would be wrong."""
+
+
+def parallel_styles() -> dict[str, ParallelStyle]:
+    """Transformers' names of the split styles in torch's words."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    return {
+        "colwise": ColwiseParallel(),
+        "rowwise": RowwiseParallel(),
+        "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+    }
 
 
 def plan(source: ModelSource) -> dict[str, str]:

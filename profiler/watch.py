@@ -20,12 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from profiler.attention import efficient_attention
 from profiler.quantities import Kernel
 
 aten = torch.ops.aten
 
 MATMULS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})
-ATTENTIONS = frozenset({aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention})
+ATTENTIONS = frozenset({aten._scaled_dot_product_flash_attention, torch.ops.planner.attention})
 GATHERS = frozenset({aten.embedding, aten.gather, aten.index_select, aten.index, aten.nll_loss_forward})
 """Read only the rows that the indices name, not the whole table."""
 BOOKKEEPING = frozenset({aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided})
@@ -36,8 +37,9 @@ class FusedAttention(TorchFunctionMode):
     """Within, scaled_dot_product_attention runs the fused kernel of a CUDA device, also on meta tensors.
 
     torch decomposes it to matrix products and a softmax on meta, which no accelerator would run: the fused kernel keeps
-    query, key, value, output and one number per row (Dao et al. 2022, "FlashAttention", section 3.1). With a mask it is
-    the memory-efficient kernel (Rabe and Staats 2021), as torch's own choice on CUDA.
+    query, key, value, output and one number per row (Dao et al. 2022, "FlashAttention", section 3.1). With a mask, or
+    values narrower than queries (DeepSeek-AI 2024, DeepSeek-V2, section 2.1), it is the memory-efficient kernel (Rabe
+    and Staats 2021), as torch's own choice on CUDA.
     """
 
     def __torch_function__(
@@ -59,16 +61,11 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    if attn_mask is None:
-        outputs = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
-    else:
+    if attn_mask is not None or query.shape[-1] != value.shape[-1]:
         groups = query.shape[1] // key.shape[1] if enable_gqa else 1
         key, value = (each.repeat_interleave(groups, 1) if groups > 1 else each for each in (key, value))
-        bias = torch.zeros_like(attn_mask, dtype=query.dtype) if attn_mask.dtype is torch.bool else attn_mask
-        bias = bias.expand(*query.shape[:3], key.shape[2])
-        outputs = aten._scaled_dot_product_efficient_attention(
-            query, key, value, bias, True, dropout_p, is_causal, scale=scale
-        )
+        return efficient_attention(query, key, value, attn_mask)
+    outputs = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
     output: Tensor = outputs[0]
     return output
 

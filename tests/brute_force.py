@@ -11,7 +11,7 @@ from itertools import combinations, pairwise, product
 
 from planner.schedule import build
 from planner.spec.cluster import Cluster
-from planner.spec.job import Job
+from planner.spec.job import WHOLE_PARAMETERS, Job
 from planner.spec.layout import Layout
 from planner.spec.plan import RankPlacement
 from planner.spec.profile import ModelProfile, RecomputeMode
@@ -49,6 +49,8 @@ def layouts(profile: ModelProfile, cluster: Cluster, job: Job) -> Iterator[Layou
     """Every layout that the executor could run, constraints apart."""
     rows = [{(row.micro_batch_size, row.tensor_parallel_degree) for row in one.measurements} for one in profile.layers]
     for size, tensor in sorted(set.intersection(*rows)):
+        if tensor > 1 and job.optimizer in WHOLE_PARAMETERS:
+            continue
         for data, pipeline in product(range(1, cluster.devices + 1), range(1, len(profile.layers) + 1)):
             if data * tensor * pipeline == cluster.devices and job.global_batch_size % (data * size) == 0:
                 for schedule in SCHEDULES:

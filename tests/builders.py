@@ -46,6 +46,10 @@ class Draft:
     """Seconds; None: as long as the forward."""
     backward_weight: float | None = None
     parameters: int = 0
+    matrices: int | None = None
+    """Elements of hidden matrices among them, 100 FLOPs each in a Muon step; None: not known."""
+    factored: int | None = None
+    """Numbers that Adafactor keeps; None: not known."""
     activation: int = 0
     """Bytes, as the following."""
     output: int = 0
@@ -98,6 +102,9 @@ class Draft:
             backward_weight_seconds=max(0.0, of_weight + drift) * share,
             recompute_seconds=again * share * (self.forward if self.recompute is None else self.recompute),
             optimizer_seconds=None if self.optimizer is None else self.optimizer / degree,
+            local_matrix_elements=None if self.matrices is None else self.matrices // degree,
+            local_muon_flops=None if self.matrices is None else 100 * self.matrices // degree,
+            local_factored_elements=None if self.factored is None else self.factored // degree,
             activation_bytes=saved * size // degree,
             output_bytes=self.output * size,
             temporary_bytes=self.temporary * size // degree,
@@ -155,6 +162,7 @@ def profile(
                     names=tuple(f"model.{names[user]}.weight" for user in users),
                     layers=tuple(names[user] for user in users),
                     parameters=elements,
+                    factored_elements=elements // 3,
                 )
                 for users, elements in shared
             ),

@@ -43,12 +43,15 @@ def sizes(most: int = 1000) -> st.SearchStrategy[int]:
 @st.composite
 def drafts(draw: st.DrawFn, kind: str, optimizer: float | None) -> Draft:
     """One kind of layer."""
+    parameters = draw(sizes())
     return Draft(
         kind=kind,
         forward=draw(seconds()),
         backward_input=draw(seconds()),
         backward_weight=draw(seconds()),
-        parameters=draw(sizes()),
+        parameters=parameters,
+        matrices=draw(st.integers(0, parameters)),
+        factored=draw(st.integers(0, parameters)),
         activation=draw(sizes(5000)),
         kept=draw(sizes(100)),
         output=draw(sizes()),
@@ -105,7 +108,7 @@ def instances(draw: st.DrawFn) -> Instance:
     """A small request; every device has room for everything."""
     step = job(
         draw(st.sampled_from((2, 4, 6, 8, 16))),
-        optimizer=draw(st.sampled_from(("sgd", "adam"))),
+        optimizer=draw(st.sampled_from(("sgd", "adam", "adafactor", "muon"))),
         precision=draw(st.sampled_from(("bf16", "bf16-mixed"))),
     )
     return Instance(draw(models()), draw(clusters()), step)

@@ -30,13 +30,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planner.partition": BASE,
     "planner.cost": BASE | {"planner.schedule", "planner.partition"},
     "planner.search": SEARCH_SIDE | {"planner.validate"},
+    "planner.fidelity": SEARCH_SIDE | {"profiler"},
     # The checker shares no code with cost model and search: else both could be wrong in the same way.
     "planner.validate": BASE | {"planner.schedule"},
     "planner.export": BASE | {"planner.schedule"},
     "planner.executor": BASE | {"planner.schedule", "profiler"},
     "profiler": BASE | {"planner.schedule"},
     "api": SERVICE_SIDE | {"profiler"},
-    "planner.cli": SERVICE_SIDE | {"planner.executor", "profiler", "api"},
+    "planner.cli": SERVICE_SIDE | {"planner.fidelity"} | {"planner.executor", "profiler", "api"},
 }
 """The floors: what each part may import besides itself. Absent from a row = a wall."""
 
@@ -47,6 +48,7 @@ WITHOUT_TORCH = (
     "planner.schedule",
     "planner.partition",
     "planner.search",
+    "planner.fidelity",
     "planner.validate",
     "planner.export",
     "planner.cli",
@@ -294,7 +296,7 @@ def test_versions_are_pinned_once() -> None:
     project = pyproject["project"]
     wanted = [
         *project["dependencies"],
-        *project["optional-dependencies"]["torch"],
+        *(each for extra in project["optional-dependencies"].values() for each in extra),
         *pyproject["dependency-groups"]["dev"],
     ]
     names = {re.split(r"[<>=!~\[; ]", each, maxsplit=1)[0] for each in wanted}

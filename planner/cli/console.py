@@ -150,6 +150,8 @@ class Progress:
         if not self._shown or now - self._drawn < REDRAW_SECONDS:
             return
         self._drawn = now
-        line = f"{self._title} {bar(done / max(total, 1), 24)} {done}/{total}  {now - self._started:.0f} s  {text}"
+        passed = now - self._started
+        left = f", {passed * (total - done) / done:.0f} s left" if done else ""
+        line = f"{self._title} {bar(done / max(total, 1), 24)} {done}/{total}  {passed:.0f} s{left}  {text}"
         self._stream.write("\r\033[K" + line[: shutil.get_terminal_size().columns - 1])
         self._stream.flush()

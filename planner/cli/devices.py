@@ -1,54 +1,112 @@
-"""`planner devices`: the catalogue of devices, by the figures of their data sheets."""
+"""`planner devices`: the catalogue of devices by the figures of their data sheets, one of them, or the user's own."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from typing import Any
 
 from planner.cli.arguments import add_json
 from planner.cli.console import data, table, to_json
-from planner.cli.units import gibibytes, scaled
-from planner.spec.devices import CatalogueDevice, catalogue
+from planner.cli.units import gibibytes, percent, scaled
+from planner.errors import SpecError
+from planner.spec import DeviceSpec, Link, ScaleUp, read
+from planner.spec.devices import CatalogueDevice, catalogue, find_entry, link_within
+
+DOMAIN = {"switch": "behind a switch", "mesh": "in a mesh", "ring": "in a ring", "pcie": "over PCIe"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
+    parser.add_argument("device", nargs="?", metavar="ID", help="show this device, each figure with its source")
+    parser.add_argument("--file", metavar="FILE", help="check a device document of your own (YAML, TOML or JSON)")
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print every device."""
-    devices = catalogue().values()
-    if arguments.json:
-        data(to_json([_document(device) for device in devices]))
-        return 0
+    """Print every device, one of them, or the device of a file."""
+    if arguments.device is not None and arguments.file is not None:
+        raise SpecError("one device at a time.", field="--file", mend="leave out the id, or --file.")
+    if arguments.file is not None:
+        spec = read(DeviceSpec, arguments.file)
+        data(to_json(spec) if arguments.json else _sheet(spec))
+    elif arguments.device is not None:
+        device = find_entry(arguments.device)
+        data(to_json(_document(device)) if arguments.json else _sheet(device.spec))
+    else:
+        devices = catalogue().values()
+        data(to_json([_document(device) for device in devices]) if arguments.json else _table(devices))
+    return 0
+
+
+def _table(devices: Any) -> str:
     header = (
         "id",
-        "name",
+        "bf16 or fp16",
+        "fp8",
         "memory",
-        "bf16 or fp16 peak",
-        "memory bandwidth",
+        "bandwidth",
+        "scale-up links",
         "per node",
-        "in the node",
+        "in node",
         "between nodes",
     )
-    data(table(header, [_row(device) for device in devices], left=(0, 1)))
-    return 0
+    return table(header, [_row(device) for device in devices], left=(0, 5))
 
 
 def _row(device: CatalogueDevice) -> tuple[str, ...]:
     spec = device.spec
-    peak = max(spec.peak_flops_per_second.values(), default=None)
+    peaks = spec.peak_flops_per_second
     return (
         spec.id,
-        spec.name,
+        _rate(peaks.get("bf16") or peaks.get("fp16"), "FLOP/s"),
+        _rate(peaks.get("fp8"), "FLOP/s"),
         gibibytes(spec.memory_bytes),
-        _rate(peak, "FLOP/s"),
         _rate(spec.memory_bandwidth_bytes_per_second, "B/s"),
+        _domain(spec.scale_up) if spec.scale_up else "-",
         str(device.devices_per_node),
         _rate(device.intra_node.bandwidth_bytes_per_second, "B/s"),
-        _rate(device.inter_node.bandwidth_bytes_per_second if device.inter_node else None, "B/s"),
+        _rate(_bandwidth(device.inter_node), "B/s"),
     )
+
+
+def _sheet(spec: DeviceSpec) -> str:
+    """One line per figure, with where it stands."""
+    rows = [(name, value, spec.sources.get(field, "-")) for name, value, field in _figures(spec)]
+    return f"{spec.id}: {spec.name}\n\n" + table(("figure", "value", "source"), rows, left=(0, 2))
+
+
+def _figures(spec: DeviceSpec) -> Iterator[tuple[str, str, str]]:
+    """Name, value and field of everything that the data sheet tells."""
+    for kind, peak in spec.peak_flops_per_second.items():
+        yield f"dense peak, {kind}", scaled(peak, "FLOP/s"), "peak_flops_per_second"
+    yield "best matrix product", percent(spec.achievable_fraction), "achievable_fraction"
+    yield "memory", gibibytes(spec.memory_bytes), "memory_bytes"
+    rates = (
+        ("memory bandwidth", "memory_bandwidth_bytes_per_second"),
+        ("to the host", "host_bandwidth_bytes_per_second"),
+        ("between nodes", "network_bandwidth_bytes_per_second"),
+    )
+    for name, field in rates:
+        if getattr(spec, field) is not None:
+            yield name, scaled(getattr(spec, field), "B/s"), field
+    if spec.scale_up is not None:
+        yield f"scale-up, {_domain(spec.scale_up)}", _rate(_bandwidth(link_within(spec, 1)), "B/s"), "scale_up"
+        yield "scale-up, one pair", scaled(_pair_bandwidth(spec.scale_up), "B/s"), "scale_up"
+    if spec.price_per_hour is not None:
+        yield "price of an hour", f"{spec.price_per_hour:g}", "price_per_hour"
+
+
+def _domain(scale_up: ScaleUp) -> str:
+    return f"{scale_up.domain_devices} {DOMAIN[scale_up.topology]}"
+
+
+def _pair_bandwidth(scale_up: ScaleUp) -> float:
+    return scale_up.pair_bandwidth_bytes_per_second or scale_up.bandwidth_bytes_per_second
+
+
+def _bandwidth(link: Link | None) -> float | None:
+    return link.bandwidth_bytes_per_second if link else None
 
 
 def _rate(value: float | None, unit: str) -> str:

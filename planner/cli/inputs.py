@@ -7,15 +7,30 @@ import difflib
 import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from planner.cli.console import Progress
 from planner.errors import DocumentError, MismatchError, UnknownNameError
-from planner.spec import Cluster, Job, Layout, ModelProfile, Plan, PlanRequest, PredictionLayout, digest, parse, read
+from planner.spec import (
+    Cluster,
+    DeviceSpec,
+    Job,
+    Layout,
+    ModelProfile,
+    Plan,
+    PlanRequest,
+    PredictionLayout,
+    digest,
+    parse,
+    read,
+    read_data,
+)
 from planner.spec.job import COMPUTE_TYPE, CONSTRAINABLE
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 """Counted when a model is given instead of a profile."""
+DOCUMENT_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +50,27 @@ def read_question(arguments: argparse.Namespace, *, fixed: list[str] | None = No
     Raises:
         SpecError: a document is missing, broken or does not fit the others.
     """
-    cluster = read(Cluster, arguments.cluster)
+    cluster = read_cluster(arguments.cluster)
     job = fix(read(Job, arguments.job), fixed or [])
     if arguments.profile is not None:
         return Question(read(ModelProfile, arguments.profile), cluster, job, model=None)
     profile, model = profile_of(arguments.model, job)
     return Question(profile, cluster, job, model)
+
+
+def read_cluster(path: str | Path) -> Cluster:
+    """The cluster of a document; a device that is named by a file is read from beside the document, and put inline.
+
+    Raises:
+        DocumentError: a document is missing or broken.
+    """
+    data = read_data(path)
+    groups = data.get("node_groups") if isinstance(data, dict) else None
+    for group in groups if isinstance(groups, list) else ():
+        device = group.get("device") if isinstance(group, dict) else None
+        if isinstance(device, str) and device.endswith(DOCUMENT_SUFFIXES):
+            group["device"] = read(DeviceSpec, Path(path).parent / device).model_dump(mode="json")
+    return parse(Cluster, data, where=str(path))
 
 
 def profile_of(reference: str, job: Job) -> tuple[ModelProfile, str | None]:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from planner.cli.arguments import add_json, add_option, add_output, positive_int, positive_ints, positive_seconds
-from planner.cli.console import STDOUT, Progress, check_output, data, to_json, write
+from planner.cli.console import STDOUT, Progress, check_output, data, to_json, words, write
 from planner.cli.failures import DONE
 from planner.cli.inputs import MICRO_BATCH_SIZES
-from planner.cli.profile_text import profile_text
+from planner.cli.profile_text import noise, profile_text
 from planner.errors import DocumentError, SpecError
 from planner.spec import ModelProfile
 from planner.spec.devices import find_device
@@ -37,7 +37,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "analytic:ID: count, and price for a device of `planner devices`",
     )
     longest = f"the model's longest, at most {LONGEST_DEFAULT}"
-    add_option(parser, "--sequence-length", positive_int, metavar="N", help=f"tokens per sample (default: {longest})")
+    add_option(
+        parser,
+        "--sequence-length",
+        positive_ints,
+        metavar="N[,N...]",
+        help=f"tokens per sample, one or several lengths (default: {longest})",
+    )
     add_option(
         parser,
         "--micro-batch-sizes",
@@ -67,7 +73,7 @@ def _configure_measuring(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="ranks that will share this machine's cores (default: 1)",
     )
-    add_option(group, "--time-budget", positive_seconds, metavar="SECONDS", help="for the timed runs (default: 40)")
+    add_option(group, "--time-budget", positive_seconds, metavar="SECONDS", help="for the timed runs (default: 25)")
     add_option(
         group, "--journal", Path, metavar="FILE", help="keep what was measured, so that interrupted work goes on"
     )
@@ -85,6 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
         write(arguments.output, to_json(profile))
     as_json = arguments.json or arguments.output in (None, STDOUT)
     data(to_json(profile) if as_json else profile_text(profile))
+    for sentence in noise(profile):
+        words(sentence)
     return DONE
 
 
@@ -102,31 +110,39 @@ def _analytic(arguments: argparse.Namespace) -> ModelProfile:
 
 def _counted(arguments: argparse.Namespace) -> ModelProfile:
     from profiler.catalogue import entry, names
+    from profiler.lengths import at_lengths
 
     sizes = arguments.micro_batch_sizes or MICRO_BATCH_SIZES
     dtype: DataType = arguments.dtype or "bf16"
     if arguments.model in names():
         from profiler.counted import counted_profile
 
-        return counted_profile(
-            arguments.model,
-            sequence_length=sequence_length(arguments.sequence_length, entry(arguments.model).longest_sequence),
-            dtype=dtype,
-            micro_batch_sizes=sizes,
-            tensor_parallel_degrees=arguments.tensor_parallel,
+        lengths = sequence_lengths(arguments.sequence_length, entry(arguments.model).longest_sequence)
+        return at_lengths(
+            lambda length: counted_profile(
+                arguments.model,
+                sequence_length=length,
+                dtype=dtype,
+                micro_batch_sizes=sizes,
+                tensor_parallel_degrees=arguments.tensor_parallel,
+            ),
+            lengths,
         )
     from profiler.count import profile
     from profiler.models import load_model
 
     source = load_model(arguments.model)
     with Progress("counting") as progress:
-        return profile(
-            source,
-            sequence_length=_length_for(source, arguments.sequence_length),
-            micro_batch_sizes=sizes,
-            tensor_parallel_degrees=arguments.tensor_parallel or source.tensor_parallel_degrees(),
-            dtype=dtype,
-            progress=progress.update,
+        return at_lengths(
+            lambda length: profile(
+                source,
+                sequence_length=length,
+                micro_batch_sizes=sizes,
+                tensor_parallel_degrees=arguments.tensor_parallel or source.tensor_parallel_degrees(),
+                dtype=dtype,
+                progress=progress.update,
+            ),
+            _lengths_for(source, arguments.sequence_length),
         )
 
 
@@ -140,7 +156,7 @@ def _measured(arguments: argparse.Namespace) -> ModelProfile:
         return profile(
             source,
             device=device,
-            sequence_length=_length_for(source, arguments.sequence_length),
+            sequence_lengths=_lengths_for(source, arguments.sequence_length),
             micro_batch_sizes=arguments.micro_batch_sizes or MEASURED_MICRO_BATCH_SIZES,
             tensor_parallel_degrees=arguments.tensor_parallel or (1,),
             dtype=arguments.dtype or ("fp32" if device == "cpu" else "bf16"),
@@ -159,22 +175,22 @@ def _device(name: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _length_for(source: ModelSource, wish: int | None) -> int:
+def _lengths_for(source: ModelSource, wish: tuple[int, ...] | None) -> tuple[int, ...]:
     if source.input_kind != "tokens":
-        return sequence_length(wish, 0)
+        return sequence_lengths(wish, 0)
     if wish is None and not source.longest_sequence:
         raise SpecError(
             f"{source.name} states no longest sequence.", field="--sequence-length", mend="give the tokens per sample."
         )
-    return sequence_length(wish, source.longest_sequence or LONGEST_DEFAULT)
+    return sequence_lengths(wish, source.longest_sequence or LONGEST_DEFAULT)
 
 
-def sequence_length(wish: int | None, longest: int) -> int:
-    """The wished length, else the model's longest up to `LONGEST_DEFAULT`; 0 for models without a sequence.
+def sequence_lengths(wish: tuple[int, ...] | None, longest: int) -> tuple[int, ...]:
+    """The wished lengths, else the model's longest up to `LONGEST_DEFAULT`; 0 for models without a sequence.
 
     Raises:
         SpecError: a length for a model that has no sequence.
     """
     if longest == 0 and wish is not None:
         raise SpecError("the model takes no sequence.", field="--sequence-length", mend="leave it out.")
-    return min(longest, LONGEST_DEFAULT) if wish is None else wish
+    return (min(longest, LONGEST_DEFAULT),) if wish is None else wish

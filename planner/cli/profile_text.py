@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import statistics
+
 from planner.cli.console import bold, table
-from planner.cli.units import gibibytes, scaled, seconds
+from planner.cli.units import gibibytes, percent, scaled, seconds
 from planner.spec import LayerProfile, Measurement, ModelProfile
 from planner.spec.profile import BYTES_PER_ELEMENT
-from planner.spec.recipes import recipe
+from planner.spec.recipes import ParameterCount, recipe
 
 HEADER = (
     "kind",
     "layers",
     "parameters",
     "micro-batch",
+    "sequence",
     "forward FLOPs",
     "forward",
     "backward",
+    "spread",
     "activations",
     "source",
 )
+CONDITIONS = ("clock", "power", "temperature", "load_average")
+"""Names in a profile's environment."""
+NOISY = 0.1
+"""Spread of the samples from which on a median of a few of them is doubtful."""
 
 
 def profile_text(profile: ModelProfile) -> str:
@@ -30,14 +38,26 @@ def profile_text(profile: ModelProfile) -> str:
     return "\n\n".join([_head(profile), table(HEADER, rows, left=(0, len(HEADER) - 1))])
 
 
+def noise(profile: ModelProfile) -> list[str]:
+    """Sentences about what disturbed the measurement; none when it was quiet, or nothing was measured."""
+    rows = [row for layer in profile.layers for row in layer.measurements if row.recompute == "none"]
+    spreads = [row.relative_spread for row in rows if row.relative_spread is not None]
+    if not spreads or statistics.median(spreads) <= NOISY:
+        return []
+    told = "; ".join(f"{name} {profile.environment[name]}" for name in CONDITIONS if name in profile.environment)
+    return [
+        f"the samples spread by {percent(statistics.median(spreads))} of their median"
+        f" ({told or 'no conditions known'}): measure again when nothing else runs here, or with a larger --time-budget"
+    ]
+
+
 def _head(profile: ModelProfile) -> str:
     shared = sum(each.parameters * (len(each.layers) - 1) for each in profile.shared_parameters)
     parameters = sum(layer.parameters for layer in profile.layers) - shared
     ogp = recipe("fp32" if BYTES_PER_ELEMENT[profile.dtype] == 4 else "bf16-mixed", "adamw")
-    per_parameter = ogp.parameter_bytes + ogp.gradient_bytes + ogp.optimizer_bytes
     return (
         f"{bold(profile.model)} on {profile.device}, {profile.dtype}: {len(profile.layers)} layers, "
-        f"{scaled(parameters)} parameters, OGP with AdamW {gibibytes(parameters * per_parameter)}"
+        f"{scaled(parameters)} parameters, OGP with AdamW {gibibytes(ogp.total_bytes(ParameterCount(parameters)))}"
     )
 
 
@@ -49,9 +69,11 @@ def _rows(kind: str, layers: list[LayerProfile]) -> list[tuple[str, ...]]:
             str(len(layers)),
             scaled(layers[0].parameters),
             str(row.micro_batch_size),
+            str(row.sequence_length or "-"),
             scaled(row.forward_flops),
             _seconds(row.forward_seconds),
             _seconds(_backward(row)),
+            "-" if row.relative_spread is None else percent(row.relative_spread),
             gibibytes(row.activation_bytes),
             row.source,
         )

@@ -6,17 +6,14 @@ import argparse
 from typing import TYPE_CHECKING
 
 from planner.cli.arguments import add_json, add_option, costs, positive_int, positive_seconds
-from planner.cli.console import Progress, data, to_json, words
+from planner.cli.console import data, to_json, words
 from planner.cli.failures import DONE, INFEASIBLE
 from planner.cli.units import percent
 from planner.errors import DocumentError, SpecError
 
 if TYPE_CHECKING:
     from planner.schedule import Durations, Schedule, Simulation
-    from planner.schedule.synthesize import Synthesis
 
-SYNTHESIZED = "synthesized"
-TIME_LIMIT_SECONDS = 20.0
 DURATIONS: tuple[tuple[str, tuple[float, ...] | None, str], ...] = (
     ("--forward", (1,), "one forward"),
     ("--backward-input", (1,), "one gradient of the input"),
@@ -29,7 +26,7 @@ DURATIONS: tuple[tuple[str, tuple[float, ...] | None, str], ...] = (
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
-    parser.add_argument("name", metavar="NAME", nargs="?", help=f"schedule, e.g. gpipe or 1f1b; or {SYNTHESIZED}")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="schedule, e.g. gpipe, 1f1b or synthesized")
     add_option(parser, "--stages", positive_int, required=True, metavar="P", help="pipeline ranks")
     add_option(parser, "--micro-batches", positive_int, required=True, metavar="M", help="micro-batches of one step")
     add_option(
@@ -48,13 +45,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare", metavar="NAME,NAME,...", help="a table of schedules; durations then are of one rank's whole work"
     )
-    parser.add_argument(
-        "--time-limit",
-        type=positive_seconds,
-        metavar="S",
-        help=f"seconds to search for {SYNTHESIZED} (default: {TIME_LIMIT_SECONDS:g})",
-    )
+    _add_search(parser)
     add_json(parser)
+
+
+def _add_search(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("search", "for synthesized, which searches the best order for the durations")
+    group.add_argument("--objective", choices=("makespan", "span"), help="what is to be least (default: makespan)")
+    group.add_argument(
+        "--placement",
+        choices=("wave", "loop"),
+        help="of several stages per rank: down and up, or round (default: wave)",
+    )
+    group.add_argument("--time-limit", type=positive_seconds, metavar="S", help="seconds to search (default: 20)")
 
 
 def _add_durations(parser: argparse.ArgumentParser) -> None:
@@ -84,27 +87,22 @@ def run(arguments: argparse.Namespace) -> int:
         return compare(arguments)
     if arguments.name is None:
         raise SpecError("names no schedule.", field="schedule", mend="give a NAME, or --compare NAME,NAME,...")
-    if arguments.name == SYNTHESIZED:
-        return _synthesize(arguments)
-    _check_options(arguments)
-    simulation = simulated(arguments, arguments.name)
-    document = _document(simulation)
-    if arguments.json:
-        data(to_json(document))
-    else:
-        data(_text(simulation, actions=arguments.actions))
-    return _hold_memory(simulation, arguments.memory_limit)
-
-
-def _check_options(arguments: argparse.Namespace) -> None:
-    """Refuse options that would change nothing."""
+    from planner.cli.schedule_options import check_options
     from planner.schedule import find
 
     entry = find(arguments.name)
-    if arguments.time_limit is not None:
-        raise SpecError(f"only {SYNTHESIZED} searches.", field="--time-limit", mend="leave it out.")
-    if any(arguments.overlap) and not entry.has_pairs:
-        raise SpecError(f"{entry.name} pairs no actions.", field="--overlap", mend="leave it out.")
+    check_options(arguments, [entry])
+    if entry.needs_durations:
+        from planner.cli.schedule_search import search
+
+        return search(arguments)
+    simulation = simulated(arguments, arguments.name)
+    document = describe(simulation)
+    if arguments.json:
+        data(to_json(document))
+    else:
+        data(tell(simulation, actions=arguments.actions))
+    return _hold_memory(simulation, arguments.memory_limit)
 
 
 def simulated(arguments: argparse.Namespace, name: str, *, whole_ranks: bool = False) -> Simulation:
@@ -121,8 +119,13 @@ def simulated(arguments: argparse.Namespace, name: str, *, whole_ranks: bool = F
         sequence_chunks=arguments.sequence_chunks if entry.takes_sequence_chunks or not whole_ranks else 1,
         recompute=arguments.recompute_mode if entry.recompute_modes or not whole_ranks else "",
     )
-    durations = _shares(arguments, schedule) if whole_ranks else _durations(arguments, schedule)
+    durations = durations_of(arguments, schedule, whole_ranks=whole_ranks)
     return simulate(schedule, durations, transfer_mode=TransferMode(arguments.transfer_mode))
+
+
+def durations_of(arguments: argparse.Namespace, schedule: Schedule, *, whole_ranks: bool = False) -> Durations:
+    """The options for these stages: per action, or `whole_ranks`: of one rank's whole work, in equal parts."""
+    return _shares(arguments, schedule) if whole_ranks else _durations(arguments, schedule)
 
 
 def _durations(arguments: argparse.Namespace, schedule: Schedule) -> Durations:
@@ -207,51 +210,8 @@ def _per_boundary(values: tuple[float, ...], stages: int) -> tuple[float, ...]:
     return values
 
 
-def _synthesize(arguments: argparse.Namespace) -> int:
-    """Search for the best order, and print it with its proof."""
-    from planner.schedule import TransferMode
-    from planner.schedule.synthesize import best_shape, synthesize
-
-    has_others = arguments.sequence_chunks > 1 or arguments.recompute_mode or any(arguments.overlap)
-    if has_others or arguments.transfer_mode != TransferMode.OVERLAPPED:
-        raise SpecError(
-            f"{SYNTHESIZED} takes no sequence chunks, recompute mode, pairs, or transfers that are not overlapped.",
-            field="schedule",
-            mend="leave these options out.",
-        )
-    shape = best_shape(arguments.stages, arguments.micro_batches, arguments.virtual or 1)
-    with Progress("synthesize"):
-        found = synthesize(
-            _durations(arguments, shape),
-            ranks=arguments.stages,
-            micro_batches=arguments.micro_batches,
-            virtual_stages=arguments.virtual or 1,
-            memory_limit=arguments.memory_limit,
-            time_limit_seconds=arguments.time_limit or TIME_LIMIT_SECONDS,
-        )
-    if found is None:
-        words(f"no order stays within the memory limit of {arguments.memory_limit} in flight")
-        return INFEASIBLE
-    proof = {"lower_bound": found.lower_bound, "gap": found.gap, "optimal": found.optimal, "canonical": found.canonical}
-    if arguments.json:
-        data(to_json({**_document(found.simulation), **proof}))
-    else:
-        data(_text(found.simulation, actions=arguments.actions) + "\n" + _proof(found))
-    return DONE
-
-
-def _proof(found: Synthesis) -> str:
-    best = f"{found.canonical} takes {found.canonical_makespan:g}" if found.canonical else "none fits"
-    return "\n".join(
-        [
-            f"lower bound     {found.lower_bound:g}" + (" (proven optimal)" if found.optimal else ""),
-            f"gap             {percent(found.gap)}",
-            f"best canonical  {best}",
-        ]
-    )
-
-
-def _document(simulation: Simulation) -> dict[str, object]:
+def describe(simulation: Simulation) -> dict[str, object]:
+    """What `--json` prints."""
     return {
         "makespan": simulation.makespan,
         "span": simulation.span,
@@ -261,7 +221,8 @@ def _document(simulation: Simulation) -> dict[str, object]:
     }
 
 
-def _text(simulation: Simulation, *, actions: bool) -> str:
+def tell(simulation: Simulation, *, actions: bool) -> str:
+    """What the terminal shows."""
     peaks = " ".join(str(peak) for peak in simulation.peak_in_flight)
     lines = [
         f"schedule        {simulation.schedule.name}",

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.cost.calibration import DEFAULT, Constants
+from planner.spec.calibration import DEFAULT, Constants
 from planner.errors import MismatchError
 from planner.spec.cluster import DeviceSpec
 from planner.spec.profile import DataType, LayerProfile, Measurement, ModelProfile, Operation

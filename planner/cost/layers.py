@@ -9,7 +9,7 @@ last digit. Per layer l, recompute mode r, micro-batch:
                    + recomputation (with the forward collectives again)                     -> LayerCost.backward_ticks
     (T3)  u(l)   = optimizer step over the layer's parameters: measured for AdamW, times the bytes that the job's
                    optimizer moves / those that AdamW moves; else the bytes that it reads and writes over the memory
-                   bandwidth                                                                -> optimizer_ticks
+                   bandwidth; for Muon also the FLOPs of its matrix products                -> optimizer_ticks
     (T4)  g(l)   = all-reduce of the layer's gradients over the data- and context-parallel ranks (ZeRO 1 and 2:
                    reduce-scatter and all-gather; experts: over those that hold the same experts), its latency apart
                    (`reduction_latency_ticks`, once per stage); what backward hides of it is the step's business
@@ -42,7 +42,7 @@ from planner.errors import MismatchError, UnsupportedError
 from planner.spec.cluster import Link
 from planner.spec.layout import Layout
 from planner.spec.profile import BYTES_PER_ELEMENT, CollectiveName, Measurement, RecomputeMode
-from planner.spec.recipes import OgpRecipe, recipe
+from planner.spec.recipes import OgpRecipe, ParameterCount, recipe
 
 TICK_SECONDS = 1e-9
 
@@ -219,14 +219,8 @@ def groups_of(layout: Layout, devices_per_node: int) -> Groups:
 def _rows(work: Workload, layout: Layout) -> tuple[dict[RecomputeMode, Measurement], ...]:
     degrees = (layout.tensor_parallel_degree, layout.context_parallel_degree, layout.expert_parallel_degree)
     found = work.sizes.get((layout.micro_batch_size, *degrees, layout.sequence_parallel))
-    if found is None and (*degrees[1:], layout.sequence_parallel) != (1, 1, False):
-        raise UnsupportedError(
-            f"the profile of {work.profile.model!r} has no measurements with context_parallel_degree({degrees[1]}), "
-            f"expert_parallel_degree({degrees[2]}) and sequence_parallel({layout.sequence_parallel}).",
-            field="layout",
-            mend="use 1, 1 and false: profiles of modules are not split so yet.",
-        )
     if found is None:
+        _refuse_unknown_splits(work, layout)
         known = ", ".join(f"({size}, {degree})" for size, degree in work.rows)
         raise MismatchError(
             f"the profile of {work.profile.model!r} has no measurements for micro_batch_size({layout.micro_batch_size})"
@@ -237,9 +231,21 @@ def _rows(work: Workload, layout: Layout) -> tuple[dict[RecomputeMode, Measureme
     return found
 
 
-def moved_bytes(ogp: OgpRecipe) -> int:
-    """Bytes per parameter that a step reads and writes: states and parameters both ways, gradients once."""
-    return 2 * ogp.optimizer_bytes + ogp.gradient_bytes + 2 * ogp.parameter_bytes
+def _refuse_unknown_splits(work: Workload, layout: Layout) -> None:
+    """Refuse context, expert and sequence parallelism by name where no profile was split so."""
+    for field, plain in (("context_parallel_degree", 1), ("expert_parallel_degree", 1), ("sequence_parallel", False)):
+        value = getattr(layout, field)
+        if value != plain:
+            raise UnsupportedError(
+                f"the profile of {work.profile.model!r} has no measurements with {field}({value}).",
+                field=f"layout.{field}",
+                mend=f"use {plain}: profiles of modules are not split so yet.",
+            )
+
+
+def moved_bytes(ogp: OgpRecipe, count: ParameterCount) -> int:
+    """Bytes that a step reads and writes: states and parameters both ways, gradients once."""
+    return 2 * ogp.optimizer_bytes(count) + count.elements * (ogp.gradient_bytes + 2 * ogp.parameter_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,8 +270,9 @@ class _LayerPricing:
         backward = ticks(seconds.backward_input_seconds) + weight
         recompute = ticks(seconds.recompute_seconds)
         replayed_exchange = forward_exchange if row.recompute == "full" else 0
-        parameters = self.local_parameters()
-        gathers = self._gathers(parameters, forward * TICK_SECONDS, (backward + recompute) * TICK_SECONDS)
+        count = self.local_parameters()
+        parameters = count.elements
+        gathers = self._gathers(parameters, forward, backward + recompute)
         return LayerCost(
             mode=row.recompute,
             forward_compute_ticks=forward,
@@ -276,12 +283,12 @@ class _LayerPricing:
             gather_ticks=sum(gathers),
             forward_ticks=forward + forward_exchange + gathers[0],
             backward_ticks=backward + recompute + backward_exchange + replayed_exchange + gathers[1],
-            optimizer_ticks=self._optimizer_ticks(parameters),
+            optimizer_ticks=self._optimizer_ticks(count),
             reduction_ticks=self._reduction_ticks(parameters),
             parameters=parameters,
-            parameters_bytes=self._sharded(parameters, work.recipe.parameter_bytes, zero >= 3),
-            gradients_bytes=self._sharded(parameters, work.recipe.gradient_bytes, zero >= 2),
-            optimizer_bytes=self._sharded(parameters, work.recipe.optimizer_bytes, zero >= 1),
+            parameters_bytes=self._sharded(parameters * work.recipe.parameter_bytes, zero >= 3),
+            gradients_bytes=self._sharded(parameters * work.recipe.gradient_bytes, zero >= 2),
+            optimizer_bytes=self._sharded(work.recipe.optimizer_bytes(count), zero >= 1),
             gathered_bytes=parameters * self._computed_bytes if zero >= 3 else 0,
             activation_bytes=self._allocated(row.activation_bytes),
             output_bytes=self.plain.output_bytes,
@@ -289,11 +296,13 @@ class _LayerPricing:
             model_flops=self.plain.forward_flops + self.plain.backward_input_flops + self.plain.backward_weight_flops,
         )
 
-    def local_parameters(self) -> int:
-        """Elements on one rank of the tensor-parallel group."""
-        if self.plain.local_parameters is not None:
-            return self.plain.local_parameters
-        return -(-self.layer_parameters // self.plain.tensor_parallel_degree)
+    def local_parameters(self) -> ParameterCount:
+        """On one rank of the tensor-parallel group."""
+        row = self.plain
+        elements = row.local_parameters
+        if elements is None:
+            elements = -(-self.layer_parameters // row.tensor_parallel_degree)
+        return ParameterCount(elements, row.local_matrix_elements, row.local_factored_elements)
 
     def _allocated(self, size_bytes: int) -> int:
         """Bytes with what the allocator loses to rounding and fragmentation, rounded up."""
@@ -307,13 +316,12 @@ class _LayerPricing:
         between = collective_seconds(operation, size_bytes, group, work.intra_node, work.inter_node)
         return between + work.constants.collective_seconds
 
-    def _sharded(self, parameters: int, bytes_each: int, is_sharded: bool) -> int:
+    def _sharded(self, size_bytes: int, is_sharded: bool) -> int:
         """Bytes on one rank; experts are sharded over those ranks only that hold the same ones."""
         if not is_sharded:
-            return parameters * bytes_each
-        experts = self.plain.local_expert_parameters
-        dense = -(-(parameters - experts) * bytes_each // self.groups.data.ranks)
-        return dense - (-experts * bytes_each // self.groups.expert_data.ranks)
+            return size_bytes
+        experts = size_bytes * self.plain.local_expert_parameters // max(1, self.local_parameters().elements)
+        return -(-(size_bytes - experts) // self.groups.data.ranks) - (-experts // self.groups.expert_data.ranks)
 
     def _exchange_ticks(self, row: Measurement, phase: str) -> int:
         return ticks(
@@ -324,18 +332,33 @@ class _LayerPricing:
             )
         )
 
-    def _optimizer_ticks(self, parameters: int) -> int:
+    def _optimizer_ticks(self, count: ParameterCount) -> int:
         shards = self.groups.data.ranks if self.layout.zero_stage else 1
+        return ticks((self._moving_seconds(count) + self._muon_seconds()) / shards)
+
+    def _moving_seconds(self, count: ParameterCount) -> float:
+        """Of the optimizer's states, gradients and parameters."""
+        moved = moved_bytes(self.work.recipe, count)
         if self.plain.optimizer_seconds is not None:
-            adamw = recipe(self.work.job.precision, "adamw")
-            share = moved_bytes(self.work.recipe) / moved_bytes(adamw)
-            return ticks(self.plain.optimizer_seconds * share / shards)
+            adamw = moved_bytes(recipe(self.work.job.precision, "adamw"), count)
+            return self.plain.optimizer_seconds * (moved / adamw if adamw else 1.0)
         bandwidth = self.work.device.memory_bandwidth_bytes_per_second
-        if bandwidth is None:
-            return 0
         constants = self.work.constants
-        moved = parameters * moved_bytes(self.work.recipe) * constants.optimizer_passes
-        return ticks(moved / shards / (bandwidth * constants.memory_fraction))
+        reached = (bandwidth or float("inf")) * constants.memory_fraction
+        return moved * constants.optimizer_passes / reached
+
+    def _muon_seconds(self) -> float:
+        """Of the Newton-Schulz iteration's matrix products, in bf16 where the device has it, or as fast as the layer's
+        forward was measured.
+        """
+        flops = self.plain.local_muon_flops
+        if self.work.job.optimizer != "muon" or not flops:
+            return 0.0
+        device, row = self.work.device, self.plain
+        peak = device.peak_flops_per_second.get("bf16", device.peak_flops_per_second.get(self.work.profile.dtype))
+        if peak is not None:
+            return flops / (peak * device.achievable_fraction)
+        return flops * (row.forward_seconds or 0.0) / max(1, row.forward_flops)
 
     def _reduction_ticks(self, parameters: int) -> int:
         experts = self.plain.local_expert_parameters
@@ -357,8 +380,8 @@ class _LayerPricing:
         """Bytes of a parameter as forward and backward take it."""
         return min(self.work.recipe.parameter_bytes, BYTES_PER_ELEMENT[self.work.profile.dtype])
 
-    def _gathers(self, parameters: int, forward: float, backward: float) -> tuple[int, int]:
-        """Exposed ticks in forward and backward of `forward` and `backward` seconds: equation (T6)."""
+    def _gathers(self, parameters: int, forward: int, backward: int) -> tuple[int, int]:
+        """Exposed ticks in forward and backward of `forward` and `backward` ticks of compute: equation (T6)."""
         if self.layout.zero_stage < 3:
             return 0, 0
         group, ogp = self.groups.data, self.work.recipe
@@ -366,8 +389,8 @@ class _LayerPricing:
         scatter = self._collective_seconds("reduce_scatter", parameters * ogp.gradient_bytes, group)
         hides = self.work.constants.overlap_fraction if self.work.framework.overlaps_gathers else 0.0
         again = 0.0 if self.work.framework.keeps_gathered else gather
-        exposed = (max(0.0, gather - hides * forward), max(0.0, again + scatter - hides * backward))
-        return ticks(exposed[0]), ticks(exposed[1])
+        in_backward = ticks(again) + ticks(scatter)
+        return max(0, ticks(gather) - int(hides * forward)), max(0, in_backward - int(hides * backward))
 
 
 def _bandwidth_seconds(work: Workload, operation: CollectiveName, size_bytes: int, group: Group) -> float:
@@ -396,6 +419,7 @@ def _shared_costs(
         users = tuple(sorted({order[name] for name in one.layers}))
         user = next(iter(layers[users[-1]].values()))
         local = min(-(-one.parameters // layout.tensor_parallel_degree), user.parameters)
+        count = ParameterCount(local, 0, one.factored_elements)  # what layers share is no matrix of a hidden layer
         size_bytes = local * ogp.gradient_bytes
         exchange = 2 * transfer_seconds(size_bytes / 2, between) if layout.pipeline_parallel_degree > 1 else 0.0
         costs.append(
@@ -403,7 +427,7 @@ def _shared_costs(
                 layers=users,
                 parameters_bytes=local * ogp.parameter_bytes // shards[0],
                 gradients_bytes=local * ogp.gradient_bytes // shards[1],
-                optimizer_bytes=local * ogp.optimizer_bytes // shards[2],
+                optimizer_bytes=ogp.optimizer_bytes(count) // shards[2],
                 tail_ticks=(user.reduction_ticks + user.optimizer_ticks) * local // max(1, user.parameters),
                 exchange_ticks=ticks(exchange),
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from planner.cost.calibration import DEFAULT, Constants, constants_for
+from planner.spec.calibration import DEFAULT, Constants, constants_for
 from planner.errors import DocumentError, MismatchError, UnsupportedError
 from planner.spec.cluster import Cluster, DeviceSpec, Link
 from planner.spec.devices import catalogue, find_device, links_of
@@ -47,12 +47,11 @@ class Workload:
     def recipe(self) -> OgpRecipe:
         """Bytes per parameter of this precision and optimizer, as this framework keeps them."""
         plain = recipe(self.job.precision, self.job.optimizer)
-        if plain.parameter_bytes == plain.gradient_bytes == 2 and self.job.precision != "bf16":
-            if not self.framework.fp32_master:
-                return replace(plain, parameter_bytes=4, gradient_bytes=4, optimizer_bytes=plain.optimizer_bytes - 4)
-            if self.framework.fp32_gradients:
-                return replace(plain, gradient_bytes=4)
-        return plain
+        if not plain.master_bytes:
+            return plain
+        if not self.framework.fp32_master:
+            return replace(plain, parameter_bytes=4, gradient_bytes=4, master_bytes=0)
+        return replace(plain, gradient_bytes=4) if self.framework.fp32_gradients else plain
 
     @property
     def capacity_bytes(self) -> int:

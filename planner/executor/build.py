@@ -26,6 +26,7 @@ from planner.spec.profile import RecomputeMode, SharedParameters
 from profiler import tensor_parallel
 from profiler.cut import LayerCut
 from profiler.models import ModelSource
+from profiler.parameters import hidden_matrices
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,13 @@ def build_rank(
     )
     partial = shard_tensors(module, tensor_styles(module, source, mesh.grid.tensor), mesh)
     job = plan.request.job
-    optimizer = Optimizer(module, name=job.optimizer, precision=job.precision, learning_rate=learning_rate)
+    optimizer = Optimizer(
+        module,
+        name=job.optimizer,
+        precision=job.precision,
+        learning_rate=learning_rate,
+        hidden=hidden_matrices(source.blueprint, cut),
+    )
     scaler = scaler_for(job.precision)
     streams = RandomStreams(seed, device)
     streams.attach(module, [name for layer in cut.layers for name in layer.modules])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,16 +26,46 @@ MASTER_COPY = ("fp16-mixed", "bf16-mixed")
 """Precisions whose optimizer works on an fp32 copy of the parameters."""
 
 
-def make_optimizer(name: str, parameters: Iterable[torch.Tensor], learning_rate: float) -> torch.optim.Optimizer:
+class Together(torch.optim.Optimizer):
+    """Several optimizers as one, each with its own parameters."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__([group for one in optimizers for group in one.param_groups], {})
+        self._optimizers = optimizers
+        for one in optimizers:
+            one.state = self.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One step of each."""
+        for one in self._optimizers:
+            one.step(closure)
+
+
+def make_optimizer(
+    name: str, parameters: Iterable[torch.Tensor], learning_rate: float, matrices: Collection[torch.Tensor] = ()
+) -> torch.optim.Optimizer:
     """torch's optimizer of this name, with torch's defaults (momentum: 0.9).
 
     Adam runs fused: it reads and writes every state once and holds no temporary copy, where torch's default on CUDA
-    makes one of all parameters. Plain tensors and DTensors stand in groups of their own: one call does not take both.
+    makes one of all parameters; Adafactor goes parameter by parameter for the same reason. Plain tensors and DTensors
+    stand in groups of their own: one call does not take both.
+
+    Muon takes the matrices, AdamW the rest, both with one learning rate: Muon's updates are scaled to the size of
+    AdamW's (Liu et al. 2025, "Muon is Scalable for LLM Training", equation (4)).
+
+    Args:
+        matrices: those of the parameters that Muon orthogonalises; other optimizers treat them as all others.
 
     Raises:
         UnsupportedError: no such optimizer.
     """
     parameters = list(parameters)
+    if name == "muon":
+        chosen = {id(matrix) for matrix in matrices}
+        muon = [parameter for parameter in parameters if id(parameter) in chosen]
+        rest = [parameter for parameter in parameters if id(parameter) not in chosen]
+        made = [torch.optim.Muon(muon, lr=learning_rate, adjust_lr_fn="match_rms_adamw")] if muon else []
+        return Together([*made, *([make_optimizer("adamw", rest, learning_rate)] if rest else [])])
     kinds = [[p for p in parameters if isinstance(p, DTensor) is sharded] for sharded in (False, True)]
     groups = [{"params": kind} for kind in kinds if kind]
     if name in ("sgd", "momentum"):
@@ -43,8 +74,12 @@ def make_optimizer(name: str, parameters: Iterable[torch.Tensor], learning_rate:
         return torch.optim.Adam(groups, lr=learning_rate, fused=True)
     if name == "adamw":
         return torch.optim.AdamW(groups, lr=learning_rate, fused=True)
+    if name == "adafactor":
+        return torch.optim.Adafactor(groups, lr=learning_rate, foreach=False)
     raise UnsupportedError(
-        f"no optimizer {name!r}.", field="request.job.optimizer", mend="use sgd, momentum, adam or adamw."
+        f"no optimizer {name!r}.",
+        field="request.job.optimizer",
+        mend="use sgd, momentum, adam, adamw, adafactor or muon.",
     )
 
 
@@ -55,9 +90,14 @@ class Optimizer:
     ``bf16`` there is no such copy, and the states are bf16 too (2 + 2 + 4 bytes with Adam).
 
     Casts the module's parameters to the precision's compute type, so it must be made before the module is wrapped.
+
+    Args:
+        hidden: names of the parameters that Muon orthogonalises (`profiler.parameters.hidden_matrices`).
     """
 
-    def __init__(self, module: nn.Module, *, name: str, precision: str, learning_rate: float) -> None:
+    def __init__(
+        self, module: nn.Module, *, name: str, precision: str, learning_rate: float, hidden: Collection[str] = ()
+    ) -> None:
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         dtype = COMPUTE_DTYPE[precision]
         self._masters = [p.detach().clone() for p in self._parameters] if precision in MASTER_COPY else []
@@ -67,7 +107,8 @@ class Optimizer:
                 cast = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
                 torch.utils.swap_tensors(parameter, cast)  # type: ignore[no-untyped-call]
         trained = self._masters or self._parameters
-        self._optimizer = make_optimizer(name, trained, learning_rate) if trained else None
+        matrices = hidden_of(module, trained, hidden)
+        self._optimizer = make_optimizer(name, trained, learning_rate, matrices) if trained else None
 
     def step(self, factor: float = 1.0) -> None:
         """Apply the gradients, times a factor: of the loss scale and of clipping. Where there is a master copy the
@@ -98,6 +139,12 @@ class Optimizer:
         states = self._optimizer.state.values() if self._optimizer is not None else ()
         held = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
         return sum(_local_bytes(tensor) for tensor in (*held, *self._masters))
+
+
+def hidden_of(module: nn.Module, trained: Sequence[torch.Tensor], hidden: Collection[str]) -> list[torch.Tensor]:
+    """Those of the trained tensors that stand for the named parameters; one per parameter that requires gradients."""
+    names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    return [tensor for name, tensor in zip(names, trained, strict=True) if name in hidden]
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,14 +22,16 @@ from planner.executor.executor import check_model, data_spec
 from planner.executor.failure import write_failure
 from planner.executor.loss import load_loss
 from planner.executor.materialise import materialise
-from planner.executor.optimizer import COMPUTE_DTYPE, MASTER_COPY, make_optimizer
+from planner.executor.optimizer import COMPUTE_DTYPE, MASTER_COPY, hidden_of, make_optimizer
 from planner.executor.runtime import Loss
 from planner.executor.settings import DEFAULT_LEARNING_RATE, RunSettings
 from planner.executor.streams import RandomStreams
 from planner.executor.support import check_plan
 from planner.spec.document import read
+from planner.spec.job import Job
 from planner.spec.plan import Plan
 from profiler.models import ModelSource, load_model
+from profiler.parameters import hidden_matrices
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,8 @@ def train_reference(
     model = _whole_model(source, device, seed)
     streams = RandomStreams(seed, device)
     streams.attach(model, [name for layer in source.cut().layers for name in layer.modules])
-    update = _Update(model, job.optimizer, job.precision, learning_rate, max_gradient_norm)
+    hidden = hidden_matrices(source.blueprint, source.cut())
+    update = _Update(model, hidden, job, learning_rate, max_gradient_norm)
     dataset = load_dataset(data, data_spec(plan, source), seed=seed)
     loss_of = load_loss(loss, source.input_kind)
     losses = []
@@ -111,17 +114,23 @@ class _Update:
     """What stands between gradients and parameters: an fp32 master copy in mixed precision, scaling in fp16."""
 
     def __init__(
-        self, model: nn.Module, optimizer: str, precision: str, learning_rate: float, max_gradient_norm: float | None
+        self,
+        model: nn.Module,
+        hidden: Collection[str],
+        job: Job,
+        learning_rate: float,
+        max_gradient_norm: float | None,
     ) -> None:
         self._computing = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._trained: Sequence[torch.Tensor] = self._computing
-        if precision in MASTER_COPY:
+        if job.precision in MASTER_COPY:
             self._trained = [parameter.detach().clone() for parameter in self._computing]
         for parameter in model.parameters():
-            parameter.data = parameter.data.to(COMPUTE_DTYPE[precision])
-        self._optimizer = make_optimizer(optimizer, self._trained, learning_rate)
+            parameter.data = parameter.data.to(COMPUTE_DTYPE[job.precision])
+        matrices = hidden_of(model, self._trained, hidden)
+        self._optimizer = make_optimizer(job.optimizer, self._trained, learning_rate, matrices)
         self._maximum = max_gradient_norm
-        self.scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16-mixed")
+        self.scaler = torch.amp.GradScaler("cpu", enabled=job.precision == "fp16-mixed")
 
     def apply(self) -> None:
         """Update the parameters, unless gradients overflowed, and set the gradients to none."""

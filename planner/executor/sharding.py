@@ -9,23 +9,15 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 
 from planner.errors import UnsupportedError
 from planner.executor.mesh import Mesh
+from profiler.tensor_parallel import parallel_styles
 
 PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 """Transformers' name of a replicated parameter that sees only this rank's heads, such as Qwen3's q_norm."""
-
-
-def _styles() -> dict[str, ParallelStyle]:
-    """Transformers' style names in torch's words."""
-    return {
-        "colwise": ColwiseParallel(),
-        "rowwise": RowwiseParallel(),
-        "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
-    }
 
 
 def shard_tensors(stage: nn.Module, plan: Mapping[str, str], mesh: Mesh) -> tuple[nn.Parameter, ...]:
@@ -40,7 +32,7 @@ def shard_tensors(stage: nn.Module, plan: Mapping[str, str], mesh: Mesh) -> tupl
     Raises:
         UnsupportedError: a style that is not known here.
     """
-    styles = _styles()
+    styles = parallel_styles()
     tied = _tied_modules(stage)
     partial: list[nn.Parameter] = []
     for name, style in plan.items():

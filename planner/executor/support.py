@@ -12,6 +12,7 @@ from typing import get_args
 
 from planner.errors import LayoutError, UnsupportedError
 from planner.schedule.actions import Action
+from planner.spec.job import WHOLE_PARAMETERS
 from planner.spec.plan import Plan, RankPlacement
 from planner.spec.profile import RecomputeMode
 
@@ -62,6 +63,8 @@ def _choices(plan: Plan) -> Iterator[tuple[str, object, tuple[object, ...]]]:
     yield "layout.expert_parallel_degree", layout.expert_parallel_degree, (1,)
     yield "layout.virtual_stages_per_rank", layout.virtual_stages_per_rank, (1,)
     yield "layout.zero_stage", layout.zero_stage, (0,)
+    if plan.request.job.optimizer in WHOLE_PARAMETERS:
+        yield "layout.tensor_parallel_degree", layout.tensor_parallel_degree, (1,)
     yield "layout.sequence_parallel", layout.sequence_parallel, (False,)
     for stage in plan.stages:
         for index, layer in enumerate(stage.layers):

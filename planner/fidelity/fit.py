@@ -4,7 +4,8 @@ Robust least squares on the logarithm of predicted / measured seconds (scipy's t
 node or a restart spoilt pulls little), with a prior on every constant: what the runs do not tell stays what it is
 known to be elsewhere. Constants are positive and fitted as logarithms.
 
-    minimise  sum over runs rho((log(predicted / measured) / sigma)^2) + sum over constants ((log c - log prior) / width)^2
+    minimise    sum over runs of rho((log(predicted / measured) / sigma)^2)
+              + sum over constants of ((log c - log prior) / width)^2
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.calibration import Constants
+from planner.spec.calibration import Constants
 
 SIGMA = 0.05
 """Relative error of a run that counts as one unit: what repeated runs differ by."""

@@ -106,7 +106,7 @@ def schedule_of(text: str, virtual_stages: int) -> str:
 
 
 def inter_node_of(text: str, devices_per_node: int) -> Link | None:
-    """Link between nodes per device, from words such as ``8x200Gb/s HDR IB`` or ``400 Gb/s per GPU``; None: unstated."""
+    """Link between nodes per device, from words such as ``8x200Gb/s HDR IB``; None: unstated."""
     many = re.search(r"(\d+)\s*x\s*(\d+)\s*(G[bB])\s*/\s*s", text) or re.search(r"(\d+)\s*x\s*(\d+)\s*(Gb)\b", text)
     one = re.search(r"(\d+)\s*(G[bB])/?s", text)
     if many:

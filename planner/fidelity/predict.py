@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from planner.cost import StageMap, choose, layout_costs, predict_step, schedule_of, workload
-from planner.cost.calibration import Constants
+from planner.spec.calibration import Constants
 from planner.cost.layers import LayoutCosts
 from planner.cost.workload import Workload
 from planner.fidelity.rows import Run

@@ -1,6 +1,7 @@
 """Which layers make a stage: cut a sequence of costs into contiguous parts."""
 
 from planner.partition.methods import METHODS, partition
+from planner.partition.profile_costs import MEASURES, Choice, layer_costs
 from planner.partition.sequence import Partition
 
-__all__ = ["METHODS", "Partition", "partition"]
+__all__ = ["MEASURES", "METHODS", "Choice", "Partition", "layer_costs", "partition"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from planner.errors import LayoutError
@@ -11,7 +11,8 @@ from planner.schedule.catalogue import build, find, names
 from planner.schedule.entry import Shape
 from planner.schedule.greedy import backward_first
 from planner.schedule.in_flight import in_flight
-from planner.schedule.warm_up import micro_batches_in_order, one_forward_one_backward, split_backwards
+from planner.schedule.sequence import chunk_units
+from planner.schedule.warm_up import one_forward_one_backward, split_backwards
 
 LIMITED = "limited"
 """Name of the orders that are no canonical schedule."""
@@ -31,10 +32,14 @@ def candidates(shape: Schedule, limit: int) -> Iterator[Schedule]:
 
 def _canonical(shape: Schedule) -> Iterator[Schedule]:
     """Schedules of the catalogue with the same stages on the same ranks, one copy each, without pairs."""
-    for name in names():
+    for name in names(fixed_only=True):
         try:
             schedule = build(
-                name, ranks=shape.ranks, micro_batches=shape.micro_batches, virtual_stages=shape.virtual_stages
+                name,
+                ranks=shape.ranks,
+                micro_batches=shape.micro_batches,
+                virtual_stages=shape.virtual_stages,
+                sequence_chunks=shape.sequence_chunks,
             )
         except LayoutError:
             continue
@@ -45,32 +50,43 @@ def _canonical(shape: Schedule) -> Iterator[Schedule]:
 
 def _limited(shape: Schedule, limit: int) -> Iterator[Schedule]:
     """One stage per rank: ZB-H1 and ZB-H2 cut to the limit; several: as many whole micro-batches as it allows."""
+    parts = shape.virtual_stages * shape.sequence_chunks
+    if limit < parts:  # When a rank's first backward runs, it holds a whole micro-batch.
+        return
     if shape.virtual_stages > 1:
-        if limit >= shape.virtual_stages:
-            rows = backward_first(
-                shape.stage_ranks, shape.micro_batches, limit=limit // shape.virtual_stages, times=(1, 2)
-            )
-            yield replace(shape, name=LIMITED, actions=rows)
+        rows = backward_first(shape.stage_ranks, shape.micro_batches, limit=limit // parts)
+        yield replace(shape, name=LIMITED, actions=tuple(_in_chunks(row, shape.sequence_chunks) for row in rows))
         return
     for per_rank in (1, 2):
         rows = tuple(_cut(shape, rank, per_rank, limit) for rank in range(shape.ranks))
         yield replace(shape, name=LIMITED, actions=rows)
 
 
+def _in_chunks(actions: Iterable[Action], chunks: int) -> tuple[Action, ...]:
+    """Every action chunk by chunk: forwards in order, backwards in reverse."""
+    return tuple(
+        action._replace(micro_batch=action.micro_batch * chunks + chunk)
+        for action in actions
+        for chunk in (range(chunks) if action.kind is ActionKind.FORWARD else reversed(range(chunks)))
+    )
+
+
 def _cut(shape: Schedule, rank: int, per_rank: int, limit: int) -> tuple[Action, ...]:
     """Warm-up and delay of weight gradients, which together with one more are what is held."""
-    units = micro_batches_in_order(Shape(shape.ranks, shape.micro_batches), rank)
-    ahead = min(limit - 1, per_rank * (shape.ranks - 1 - rank))
+    numbers = Shape(shape.ranks, shape.micro_batches, sequence_chunks=shape.sequence_chunks)
+    forwards, backwards = chunk_units(numbers, rank, (shape.micro_batches,))
+    ahead = min(limit - 1, per_rank * (shape.ranks - 1 - rank) + shape.sequence_chunks - 1)
     delay = min(per_rank * rank, limit - 1 - ahead)
-    return split_backwards(one_forward_one_backward(units, units, ahead), delay)
+    return split_backwards(one_forward_one_backward(forwards, backwards, ahead), delay)
 
 
 def _runs_in_order(schedule: Schedule) -> bool:
-    """Every kind of every stage in micro-batch order."""
-    reached: dict[tuple[int, ActionKind], int] = {}
+    """Every kind of every stage and chunk in micro-batch order."""
+    chunks = schedule.sequence_chunks
+    reached: dict[tuple[int, ActionKind, int], int] = {}
     for stage, kind, unit in (action for row in schedule.actions for action in row):
         kind = ActionKind.BACKWARD if kind is ActionKind.BACKWARD_INPUT else kind
-        if unit < reached.get((stage, kind), 0):
+        if unit < reached.get((stage, kind, unit % chunks), 0):
             return False
-        reached[stage, kind] = unit
+        reached[stage, kind, unit % chunks] = unit
     return True

@@ -22,6 +22,7 @@ from planner.schedule.pipedream import PIPEDREAM
 from planner.schedule.seqpipe import SEQPIPE
 from planner.schedule.seqsmartvpp import SEQSMARTVPP
 from planner.schedule.seqvpp import SEQVPP
+from planner.schedule.synthesized import SYNTHESIZED
 from planner.schedule.torchgpipe import TORCHGPIPE
 from planner.schedule.zb_h1 import ZB_H1
 from planner.schedule.zb_h1_fused import ZB_H1_FUSED
@@ -49,15 +50,25 @@ ENTRIES: tuple[ScheduleEntry, ...] = (
     CHIMERA,
     HANAYO,
     PIPEDREAM,
+    SYNTHESIZED,
 )
 
 LARGEST_SCHEDULE_UNITS = 1_000_000
 """Forwards of all stages together; far above any real step, and small enough to answer in seconds."""
 
 
-def names(*, runnable_only: bool = False) -> tuple[str, ...]:
-    """Canonical names of all schedules, or of those that the executor runs."""
-    return tuple(entry.name for entry in ENTRIES if entry.runnable or not runnable_only)
+def names(*, runnable_only: bool = False, fixed_only: bool = False) -> tuple[str, ...]:
+    """Canonical names of all schedules.
+
+    Args:
+        runnable_only: those that the executor runs.
+        fixed_only: those that `build` makes, whose order does not depend on durations.
+    """
+    return tuple(
+        entry.name
+        for entry in ENTRIES
+        if (entry.runnable or not runnable_only) and not (entry.needs_durations and fixed_only)
+    )
 
 
 def find(name: str) -> ScheduleEntry:
@@ -98,7 +109,8 @@ def build(
 
     Raises:
         UnknownNameError: no schedule has this name.
-        LayoutError: the schedule does not take these numbers; the message shows them.
+        LayoutError: the schedule does not take these numbers, or (``synthesized``) is made by `synthesize` from
+            durations; the message shows them.
     """
     entry = find(name)
     virtual_stages = entry.least_virtual_stages if virtual_stages is None else virtual_stages

@@ -114,6 +114,8 @@ class ScheduleEntry:
     """`Schedule.recompute_stop` of these numbers."""
     is_asynchronous: bool = False
     """Steps follow without a flush, and backwards use stashed weights: not the gradient of one model."""
+    needs_durations: bool = False
+    """Its order follows from durations: `planner.schedule.synthesize` makes it, `build` does not."""
     runnable: bool = False
     """The executor runs it; the others are for simulation."""
 
@@ -121,6 +123,11 @@ class ScheduleEntry:
     def has_pairs(self) -> bool:
         """Do some of its actions overlap with the one before?"""
         return self.paired is not no_pairs
+
+    def takes_virtual_stages(self, given: int) -> bool:
+        """May every rank have so many stages?"""
+        most = self.most_virtual_stages
+        return given >= self.least_virtual_stages and (most is None or given <= most)
 
     def build(self, shape: Shape) -> Schedule:
         """The schedule of these numbers.
@@ -155,9 +162,9 @@ class ScheduleEntry:
         raise LayoutError(f"{self.name} does not recompute {shape.recompute!r}.", field="recompute", mend=known)
 
     def _check_virtual_stages(self, given: int) -> None:
-        least, most = self.least_virtual_stages, self.most_virtual_stages
-        if given >= least and (most is None or given <= most):
+        if self.takes_virtual_stages(given):
             return
+        least, most = self.least_virtual_stages, self.most_virtual_stages
         wanted = f"{least} or more" if most is None else f"exactly {least}"
         raise LayoutError(
             f"{self.name} puts {wanted} stages on every pipeline rank, got virtual_stages({given}).",

@@ -1,7 +1,7 @@
 """List scheduling: every rank runs, as soon as it is free, the ready action that stands first in a priority.
 
-Used where a schedule is defined by its placement and a rule rather than by a formula. Ties are broken by rank and
-stage, so the order is a pure function of its arguments.
+An order for stages on any ranks with any number of micro-batches under way, from which a search may start. Ties are
+broken by rank and stage, so the order is a pure function of its arguments.
 """
 
 from __future__ import annotations

@@ -1,22 +1,24 @@
 """Hanayo: the stages of a rank stand on waves; a micro-batch runs down and up several times, without second copies.
 
 Source: Liu et al. 2023, "Hanayo: Harnessing Wave-like Pipeline Parallelism for Enhanced Large Model Training
-Efficiency". W waves are V = 2 W stages per rank in snake placement. The paper gives no formula for the order; here
-every rank runs what is ready, backwards first, with at most 2 P micro-batches under way and B = 2 F.
+Efficiency": Chimera with its two directions folded into one. Rank r of Chimera on 2 P ranks has a stage of the way down
+and one of the way up; when its micro-batches of the way up are the ones that came down, the upper P ranks need not be
+there, nor their copies of the weights. W waves are V = 2 W stages per rank in snake placement.
 
-P ranks, M = P micro-batches, one wave, uniform f and b = 2 f of a stage, no transfer time:
-    makespan   2 M (f + b) + 4 (P - 1) f: two thirds of the bubble of 1F1B
-    in flight  at most M V units of 1 / V micro-batch
+P ranks, V stages per rank, S = P V stages, units of P micro-batches; uniform f and b of a stage, no transfer time:
+    slots      of micro-batch j of unit u: F(s) = 2 S u + 2 j + s, B(s) = 2 S u + 2 j + 2 S - 1 - s; no two of a rank's
+               actions share one, and a rank runs in their order. One wave and unit: Chimera's slots on 2 P ranks
+    makespan   V M (f + b) + 2 (P - 1) (max(f, b) + (M / P - 1) |b - f|), M a multiple of P: each wave halves the bubble
+    in flight  (V - 1) P + r + 1 units of 1 / V micro-batch on rank r, for M >= P
     transfers  2 M (P V - 1) less those inside a rank, where the way turns: 2 M V (P - 1)
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Iterator
 
-from planner.schedule.actions import Action
+from planner.schedule.actions import Action, ActionKind
 from planner.schedule.entry import ScheduleEntry, Shape, needs_even, wave_placement
-from planner.schedule.greedy import backward_first
 
 
 def check(shape: Shape) -> None:
@@ -25,13 +27,19 @@ def check(shape: Shape) -> None:
 
 
 def rank_actions(shape: Shape, rank: int) -> tuple[Action, ...]:
-    """This rank's part of the order."""
-    return _orders(shape)[rank]
+    """The rank's actions by slot."""
+    return tuple(action for _, action in sorted(_slots(shape, rank)))
 
 
-@lru_cache(maxsize=4)
-def _orders(shape: Shape) -> tuple[tuple[Action, ...], ...]:
-    return backward_first(wave_placement(shape), shape.micro_batches, limit=2 * shape.ranks)
+def _slots(shape: Shape, rank: int) -> Iterator[tuple[int, Action]]:
+    owners = wave_placement(shape)
+    turn = 2 * len(owners)
+    for stage in (stage for stage, owner in enumerate(owners) if owner == rank):
+        for micro_batch in range(shape.micro_batches):
+            unit, place = divmod(micro_batch, shape.ranks)
+            first = turn * unit + 2 * place
+            yield first + stage, Action(stage, ActionKind.FORWARD, micro_batch)
+            yield first + turn - 1 - stage, Action(stage, ActionKind.BACKWARD, micro_batch)
 
 
 HANAYO = ScheduleEntry(

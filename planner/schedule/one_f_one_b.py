@@ -1,8 +1,8 @@
 """1F1B: after a short warm-up, one forward and one backward in turn.
 
 Source: Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush); DAPPLE;
-Megatron-LM without interleaving; torch's Schedule1F1B. It needs the seconds of GPipe, and less
-memory: that it allows more micro-batches is its gain.
+Megatron-LM without interleaving; torch's Schedule1F1B, whose loop runs the same actions (it and Paddle refuse M < P,
+Megatron-LM does not). It needs the seconds of GPipe, and less memory: that it allows more micro-batches is its gain.
 
 P ranks, M micro-batches (any number), uniform F and B, no transfer time:
     warm-up    P - 1 - r forwards on rank r

@@ -33,7 +33,7 @@ def sequence_actions(shape: Shape, rank: int, groups: Sequence[int], ahead_per_r
         groups: micro-batches of each group.
         ahead_per_rank: forwards of warm-up per rank behind: 2 hides transfers, 1 holds less.
     """
-    forwards, backwards = _units(shape, rank, groups)
+    forwards, backwards = chunk_units(shape, rank, groups)
     chunks, virtual = shape.sequence_chunks, shape.virtual_stages
     behind = shape.ranks - 1 - rank
     return one_forward_one_backward(
@@ -41,7 +41,8 @@ def sequence_actions(shape: Shape, rank: int, groups: Sequence[int], ahead_per_r
     )
 
 
-def _units(shape: Shape, rank: int, groups: Sequence[int]) -> tuple[list[Unit], list[Unit]]:
+def chunk_units(shape: Shape, rank: int, groups: Sequence[int]) -> tuple[list[Unit], list[Unit]]:
+    """Forward and backward order of a rank: group, stage, micro-batch, chunk; backwards stages and chunks reversed."""
     stages = range(rank, shape.ranks * shape.virtual_stages, shape.ranks)
     chunks = range(shape.sequence_chunks)
     forwards: list[Unit] = []

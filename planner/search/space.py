@@ -4,6 +4,7 @@
 (D2)  global batch = data x micro-batch size x micro-batches                                  -> layouts()
 (D3)  micro-batch sizes and tensor degrees are those that the profile has: refuse, never guess -> layouts()
 (D4)  a stage has a layer at least: pipeline <= layers                                        -> layouts()
+(D5)  optimizers that update whole matrices (Adafactor, Muon) take no tensor parallelism      -> layouts()
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from planner.cost import Workload
 from planner.errors import UnknownNameError, UnsupportedError
 from planner.schedule import canonical_name, names
-from planner.spec.job import Constraint, Job, Range, Scalar, allows
+from planner.spec.job import WHOLE_PARAMETERS, Constraint, Job, Range, Scalar, allows
 from planner.spec.layout import Layout
 
 FIXED: dict[str, Scalar] = {
@@ -25,7 +26,7 @@ FIXED: dict[str, Scalar] = {
     "sequence_parallel": False,
 }
 """Layout fields that the executor runs with one value only."""
-RECOMPUTE_WISHES = ("none", "full", "per-layer")
+RECOMPUTE_WISHES = ("none", "selective", "full", "per-layer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Space:
 
 
 def layouts(work: Workload) -> Space:
-    """All layouts of a workload that the job's constraints permit: equations (D1) to (D4).
+    """All layouts of a workload that the job's constraints permit: equations (D1) to (D5).
 
     Raises:
         UnsupportedError: a constraint asks for what the executor cannot run.
@@ -61,6 +62,13 @@ def check_constraints(job: Job) -> None:
                 field=f"job.constraints.{field}",
                 mend=f"remove the constraint, or give {value}; `planner predict` prices more layouts than run.",
             )
+    if job.optimizer in WHOLE_PARAMETERS and not allows(job.constraints.get("tensor_parallel_degree"), 1):
+        raise UnsupportedError(
+            f"tensor_parallel_degree must be 1 with {job.optimizer}, whose update of one element depends on its whole "
+            f"matrix, got {_text(job.constraints['tensor_parallel_degree'])}.",
+            field="job.constraints.tensor_parallel_degree",
+            mend="give 1, or train with adamw.",
+        )
     wish = job.constraints.get("recompute")
     if wish is not None and not any(allows(wish, value) for value in RECOMPUTE_WISHES):
         raise UnsupportedError(
@@ -96,9 +104,12 @@ def _permitted(layout: Layout, constraints: dict[str, Constraint]) -> bool:
 
 
 def _candidates(work: Workload) -> Iterator[Layout]:
-    """Layouts by (D1) to (D4), constraints apart."""
+    """Layouts by (D1) to (D5), constraints apart."""
     layer_count, batch = len(work.profile.layers), work.job.global_batch_size
+    whole = work.job.optimizer in WHOLE_PARAMETERS
     for micro_batch_size, tensor in work.rows:
+        if whole and tensor > 1:
+            continue
         for pipeline in _divisors(work.devices, tensor):
             data = work.devices // (tensor * pipeline)
             if pipeline > layer_count or batch % (data * micro_batch_size):

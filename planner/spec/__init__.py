@@ -1,6 +1,15 @@
 """Documents that pass between people, services and ranks: profile, cluster, job, layout, plan, measured run."""
 
-from planner.spec.cluster import Cluster, DeviceSpec, Link, LinkFit, LinkMeasurement, Links, NodeGroup
+from planner.spec.cluster import (
+    Cluster,
+    DeviceSpec,
+    Link,
+    LinkFit,
+    LinkMeasurement,
+    Links,
+    NodeGroup,
+    ScaleUp,
+)
 from planner.spec.document import Document, canonical_json, digest, parse, read, read_data
 from planner.spec.job import Job
 from planner.spec.layout import Layout, PredictionLayout
@@ -18,6 +27,7 @@ SCHEMAS: dict[str, type[Document]] = {
     "forecast": Forecast,
     "measured": MeasuredRun,
     "options": Options,
+    "device": DeviceSpec,
     "link": Link,
     "links": Links,
 }
@@ -46,6 +56,7 @@ __all__ = [
     "PlanRequest",
     "Prediction",
     "PredictionLayout",
+    "ScaleUp",
     "canonical_json",
     "digest",
     "parse",

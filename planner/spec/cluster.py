@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from planner.spec.document import Document
 
+PeakType = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 OperationName = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "point_to_point"]
+
+INTRA_NODE_LATENCY_SECONDS = 4e-6
+"""One hop of a collective inside a node; NCCL over NVLink, order of magnitude."""
+
+
+class ScaleUp(Document):
+    """The fast links that join a device to its neighbours, as its data sheet has them."""
+
+    name: str = ""
+    topology: Literal["switch", "mesh", "ring", "pcie"]
+    """switch: any pair gets the whole bandwidth; mesh: one link to each neighbour; ring: links to two neighbours;
+    pcie: only the host's bus."""
+    domain_devices: int = Field(ge=1)
+    """Devices that reach each other this way: a node's, a pair under a bridge, or a rack of several nodes."""
+    bandwidth_bytes_per_second: float = Field(gt=0)
+    """Of one device, over all its links, one direction."""
+    pair_bandwidth_bytes_per_second: float | None = Field(default=None, gt=0)
+    """Between two devices, one direction; None: the whole bandwidth."""
+    latency_seconds: float = Field(default=INTRA_NODE_LATENCY_SECONDS, ge=0)
+
 
 class DeviceSpec(Document):
     """One accelerator (or CPU rank), by its data sheet or as measured. Dense FLOPs, never sparse ones."""
@@ -16,8 +37,9 @@ class DeviceSpec(Document):
     id: str = Field(min_length=1)
     name: str = ""
     memory_bytes: int = Field(gt=0)
-    peak_flops_per_second: dict[Literal["fp32", "bf16", "fp16"], float] = Field(default_factory=dict)
-    """Peak of matrix products by data type; empty when only measured seconds are used."""
+    peak_flops_per_second: dict[PeakType, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """Peak of matrix products by data type; empty when only measured seconds are used. Jobs in fp32 run at the peak of
+    fp32, as torch does by default; tf32 is for those who switch it on."""
     achievable_fraction: float = Field(default=0.8, gt=0, le=1)
     """Best measured large matrix product / peak (MAMF of the catalogue)."""
     memory_bandwidth_bytes_per_second: float | None = Field(default=None, gt=0)
@@ -27,6 +49,16 @@ class DeviceSpec(Document):
     """Context, communicators and code of one process; None: the cost model's default."""
     allocation_overhead: float = Field(default=0.0, ge=0)
     """What the allocator takes beyond the activations and temporaries it hands out, as a fraction of them."""
+    scale_up: ScaleUp | None = None
+    """None: the device has no fast links to its neighbours, or they are not known."""
+    host_bandwidth_bytes_per_second: float | None = Field(default=None, gt=0)
+    """To the host's memory, one direction; devices of a node beyond the scale-up domain talk this way."""
+    network_bandwidth_bytes_per_second: float | None = Field(default=None, gt=0)
+    """This device's part of its node's network, one direction."""
+    price_per_hour: float | None = Field(default=None, ge=0)
+    """Of one device, in the user's currency; the catalogue has none."""
+    sources: dict[str, str] = Field(default_factory=dict)
+    """Where the figures stand, by field."""
 
 
 class LinkMeasurement(Document):
@@ -84,13 +116,16 @@ class NodeGroup(Document):
 
     name: str = Field(default="nodes", min_length=1)
     device: str | DeviceSpec
-    """Catalogue id (`planner devices`) or an inline device."""
+    """Catalogue id (`planner devices`) or an inline device. The command line also takes the path of a device document,
+    from where the cluster document stands."""
     nodes: int = Field(ge=1)
     devices_per_node: int = Field(ge=1)
     intra_node: Link | None = None
-    """None: the catalogue's."""
+    """None: by the device's scale-up links, else over the host."""
     inter_node: Link | None = None
-    """None: the catalogue's."""
+    """None: by the device's network."""
+    price_per_hour: float | None = Field(default=None, ge=0)
+    """Of one device of this group, in the user's currency; None: the device's."""
 
 
 class Cluster(Document):

@@ -1,27 +1,39 @@
 """The device catalogue: data sheets of accelerators, and the links of the nodes they are usually sold in.
 
-Figures are dense FLOPs and decimal bytes from the vendors' data sheets; `achievable_fraction` is the best measured
-large bf16 matrix product over the peak (ml-engineering's MAMF table). fp32 peaks are not listed: matrix products of
-that type run at a rate that depends on settings (tf32), so a job in fp32 needs a measured profile or an inline device.
+Figures are dense FLOPs and decimal bytes from the vendors' data sheets, each with its source; `achievable_fraction` is
+the best measured large bf16 matrix product over the peak (ml-engineering's MAMF table). fp32 is the rate of matrix
+products without tf32: of the CUDA cores on NVIDIA's devices, of the matrix cores on AMD's.
 """
 
 from __future__ import annotations
 
 import csv
+import difflib
+import re
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Literal
+from typing import Any, get_args
 
 from planner.errors import DocumentError, UnknownNameError
-from planner.spec.cluster import DeviceSpec, Link, NodeGroup
+from planner.spec.cluster import INTRA_NODE_LATENCY_SECONDS, DeviceSpec, Link, NodeGroup, PeakType, ScaleUp
 
-INTRA_NODE_LATENCY_SECONDS = 4e-6
-"""One hop of a collective inside a node; NCCL over NVLink, order of magnitude."""
 INTER_NODE_LATENCY_SECONDS = 1.2e-5
 """One hop of a collective between nodes over InfiniBand, order of magnitude."""
 DEFAULT_ACHIEVABLE_FRACTION = 0.75
 """For devices without a published measurement."""
+ASSUMED = "assumed: no published measurement"
+
+SOURCES = {
+    "peak_flops_per_second": "peak_source",
+    "memory_bytes": "memory_source",
+    "memory_bandwidth_bytes_per_second": "memory_source",
+    "achievable_fraction": "achievable_source",
+    "scale_up": "scale_up_source",
+    "host_bandwidth_bytes_per_second": "host_source",
+    "network_bandwidth_bytes_per_second": "network_source",
+}
+"""Field of the data sheet to the column that says where it stands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +61,52 @@ def find_device(device: str | DeviceSpec, *, field: str = "device") -> DeviceSpe
     """The data sheet of a catalogue id; an inline device stands for itself.
 
     Raises:
-        UnknownNameError: no catalogue entry has this id.
+        UnknownNameError: no catalogue entry has this id; lists the nearest.
     """
     if isinstance(device, DeviceSpec):
         return device
-    return _find(device, field).spec
+    return find_entry(device, field=field).spec
+
+
+def find_entry(identifier: str, *, field: str = "device") -> CatalogueDevice:
+    """The catalogue entry of an id.
+
+    Raises:
+        UnknownNameError: there is none; lists the nearest.
+    """
+    found = catalogue().get(identifier)
+    if found is None:
+        near = nearest_devices(identifier)
+        names = f"Did you mean {', '.join(near)}?" if near else f"Use one of {', '.join(catalogue())}."
+        raise UnknownNameError(
+            f"no device {identifier!r} in the catalogue.",
+            field=field,
+            mend=f"give an id of `planner devices`, or an inline device with id and memory_bytes. {names}",
+        )
+    return found
+
+
+def nearest_devices(identifier: str, most: int = 5) -> tuple[str, ...]:
+    """Catalogue ids that the user may have meant: all words stand in id or name; then those that are spelt alike."""
+    words = [word for word in re.split(r"[^a-z0-9]+", identifier.lower()) if word]
+    holding = [key for key, each in catalogue().items() if _holds(f"{key} {each.spec.name.lower()}", words)]
+    alike = difflib.get_close_matches(identifier.lower(), catalogue(), n=most, cutoff=0.45)
+    return tuple(dict.fromkeys([*holding, *alike]))[:most]
+
+
+def _holds(text: str, words: list[str]) -> bool:
+    return bool(words) and all(word in text for word in words)
 
 
 def links_of(group: NodeGroup, *, field: str = "node_groups[0]") -> tuple[Link, Link | None]:
-    """Links inside and between the nodes of a group: the user's, else the catalogue's. One node needs no second link.
+    """Links inside and between the nodes of a group: the user's, else the device's. One node needs no second link.
 
     Raises:
-        DocumentError: neither the group nor the catalogue tells a link that the group needs.
+        DocumentError: neither the group nor the device tells a link that the group needs.
     """
-    known = catalogue().get(group.device) if isinstance(group.device, str) else None
-    intra = group.intra_node or (known.intra_node if known else None)
-    inter = group.inter_node or (known.inter_node if known else None)
+    device = _known(group.device)
+    intra = group.intra_node or (link_within(device, group.devices_per_node) if device else None)
+    inter = group.inter_node or (_link_between_nodes(device, group) if device else None)
     if intra is None and group.devices_per_node > 1:
         raise _missing_link(f"{field}.intra_node")
     if inter is None and group.nodes > 1:
@@ -72,50 +114,98 @@ def links_of(group: NodeGroup, *, field: str = "node_groups[0]") -> tuple[Link, 
     return intra or Link(latency_seconds=0.0, bandwidth_bytes_per_second=1e12), inter
 
 
+def _known(device: str | DeviceSpec) -> DeviceSpec | None:
+    if isinstance(device, DeviceSpec):
+        return device
+    found = catalogue().get(device)
+    return found.spec if found else None
+
+
+def link_within(device: DeviceSpec, devices: int) -> Link | None:
+    """How so many devices of one node reach each other: by scale-up links if these join them all, else by the host."""
+    if device.scale_up is not None and devices <= device.scale_up.domain_devices:
+        return _link(device.scale_up.bandwidth_bytes_per_second, device.scale_up.latency_seconds)
+    return _link(device.host_bandwidth_bytes_per_second, INTRA_NODE_LATENCY_SECONDS)
+
+
+def _link_between_nodes(device: DeviceSpec, group: NodeGroup) -> Link | None:
+    """The network, unless the scale-up domain holds all nodes of the group (NVIDIA GB200 NVL72: 18 nodes)."""
+    if device.scale_up is not None and group.nodes * group.devices_per_node <= device.scale_up.domain_devices:
+        return _link(device.scale_up.bandwidth_bytes_per_second, device.scale_up.latency_seconds)
+    return _link(device.network_bandwidth_bytes_per_second, INTER_NODE_LATENCY_SECONDS)
+
+
+def _link(bandwidth: float | None, latency_seconds: float) -> Link | None:
+    return Link(latency_seconds=latency_seconds, bandwidth_bytes_per_second=bandwidth) if bandwidth else None
+
+
 def _missing_link(field: str) -> DocumentError:
     return DocumentError(
-        "the catalogue has no such link for this device.",
+        "the device's data sheet has no such link.",
         field=field,
         mend="give latency_seconds and bandwidth_bytes_per_second, or measure them with `planner links`.",
     )
 
 
-def _find(identifier: str, field: str) -> CatalogueDevice:
-    found = catalogue().get(identifier)
-    if found is None:
-        raise UnknownNameError(
-            f"no device {identifier!r} in the catalogue.",
-            field=field,
-            mend=f"use one of {', '.join(catalogue())}; or give the device inline, with id and memory_bytes.",
-        )
-    return found
+def device_price_per_hour(group: NodeGroup) -> float | None:
+    """What one device of the group costs: the group's price, else the device's own; None when the user gave neither."""
+    if group.price_per_hour is not None:
+        return group.price_per_hour
+    device = _known(group.device)
+    return device.price_per_hour if device else None
 
 
 def _device(row: dict[str, str]) -> CatalogueDevice:
-    kinds: tuple[Literal["bf16", "fp16"], ...] = ("bf16", "fp16")
-    spec = DeviceSpec(
-        id=row["id"],
-        name=row["name"],
-        memory_bytes=int(row["memory_bytes"]),
-        peak_flops_per_second={
-            kind: float(row[f"{kind}_flops_per_second"]) for kind in kinds if row[f"{kind}_flops_per_second"]
-        },
-        achievable_fraction=float(row["achievable_fraction"] or DEFAULT_ACHIEVABLE_FRACTION),
-        memory_bandwidth_bytes_per_second=float(row["memory_bandwidth_bytes_per_second"]),
-    )
+    spec = _spec(row)
+    devices_per_node = int(row["devices_per_node"])
+    intra_node = link_within(spec, devices_per_node)
+    if intra_node is None:
+        raise ValueError(f"{spec.id} has no link inside its node")
     return CatalogueDevice(
         spec=spec,
         vendor=row["vendor"],
         architecture=row["architecture"],
-        devices_per_node=int(row["devices_per_node"]),
-        scale_up_link=row["scale_up_link"],
-        intra_node=_link(row["intra_node_bytes_per_second"], INTRA_NODE_LATENCY_SECONDS),
-        inter_node=_link(row["inter_node_bytes_per_second"], INTER_NODE_LATENCY_SECONDS)
-        if row["inter_node_bytes_per_second"]
-        else None,
+        devices_per_node=devices_per_node,
+        scale_up_link=row["scale_up_name"] or "none",
+        intra_node=intra_node,
+        inter_node=_link(spec.network_bandwidth_bytes_per_second, INTER_NODE_LATENCY_SECONDS),
         confidence=row["confidence"],
     )
 
 
-def _link(bandwidth: str, latency_seconds: float) -> Link:
-    return Link(latency_seconds=latency_seconds, bandwidth_bytes_per_second=float(bandwidth))
+def _spec(row: dict[str, str]) -> DeviceSpec:
+    peaks = {kind: _number(row[f"{kind}_flops_per_second"]) for kind in get_args(PeakType)}
+    return DeviceSpec(
+        id=row["id"],
+        name=row["name"],
+        memory_bytes=int(row["memory_bytes"]),
+        peak_flops_per_second={kind: peak for kind, peak in peaks.items() if peak},
+        achievable_fraction=_number(row["achievable_fraction"]) or DEFAULT_ACHIEVABLE_FRACTION,
+        memory_bandwidth_bytes_per_second=_number(row["memory_bandwidth_bytes_per_second"]),
+        scale_up=_scale_up(row),
+        host_bandwidth_bytes_per_second=_number(row["host_bytes_per_second"]),
+        network_bandwidth_bytes_per_second=_number(row["network_bytes_per_second"]),
+        sources=_sources(row),
+    )
+
+
+def _scale_up(row: dict[str, str]) -> ScaleUp | None:
+    if not row["scale_up_topology"]:
+        return None
+    fields: dict[str, Any] = {
+        "name": row["scale_up_name"],
+        "topology": row["scale_up_topology"],
+        "domain_devices": int(row["scale_up_domain_devices"]),
+        "bandwidth_bytes_per_second": _number(row["scale_up_bytes_per_second"]),
+        "pair_bandwidth_bytes_per_second": _number(row["scale_up_pair_bytes_per_second"]),
+    }
+    return ScaleUp.model_validate(fields)
+
+
+def _sources(row: dict[str, str]) -> dict[str, str]:
+    sources = {field: row[column] for field, column in SOURCES.items() if row[column]}
+    return {"achievable_fraction": ASSUMED, **sources}
+
+
+def _number(text: str) -> float | None:
+    return float(text) if text else None

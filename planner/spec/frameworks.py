@@ -2,7 +2,7 @@
 
 Two runs of the same layout on the same devices differ by these, not by the layout. A trait is a fact about the
 framework's code, stated with its source; what has to be fitted (efficiencies, host time) stands apart, in
-`planner.cost.calibration`.
+`planner.spec.calibration`.
 """
 
 from __future__ import annotations

@@ -4,15 +4,30 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from planner.spec.document import Document
 
-Precision = Literal["fp32", "fp16-mixed", "bf16-mixed", "bf16"]
-OptimizerName = Literal["sgd", "momentum", "adam", "adamw"]
+Precision = Literal["fp32", "fp16-mixed", "bf16-mixed", "bf16", "fp8"]
+OptimizerName = Literal["sgd", "momentum", "adam", "adamw", "adafactor", "muon", "adam-8bit"]
 
-COMPUTE_TYPE: dict[str, str] = {"fp32": "fp32", "fp16-mixed": "fp16", "bf16-mixed": "bf16", "bf16": "bf16"}
-"""Data type of activations and matrix products by precision."""
+COMPUTE_TYPE: dict[str, str] = {
+    "fp32": "fp32",
+    "fp16-mixed": "fp16",
+    "bf16-mixed": "bf16",
+    "bf16": "bf16",
+    "fp8": "bf16",
+}
+"""Data type of activations by precision; that of matrix products too, but for fp8."""
+NOT_RUNNABLE: dict[str, str] = {
+    "fp8": "its memory is counted (planner.spec.recipes), but nothing here runs or prices its matrix products: torch "
+    "has the types and no training with them; use bf16-mixed",
+    "adam-8bit": "its memory is counted (planner.spec.recipes), but torch.optim does not have it; use adamw, or "
+    "adafactor for less memory",
+}
+"""Precisions and optimizers that no job may ask for, and why."""
+WHOLE_PARAMETERS: frozenset[OptimizerName] = frozenset({"adafactor", "muon"})
+"""Optimizers whose update of one element depends on its whole matrix: a rank must hold the parameter unsplit."""
 
 Scalar = bool | int | str
 
@@ -63,6 +78,13 @@ class Job(Document):
     objective: Literal["step_time"] = "step_time"
     constraints: dict[str, Constraint] = Field(default_factory=dict)
     """Any layout field fixed, bounded or listed."""
+
+    @field_validator("precision", "optimizer")
+    @classmethod
+    def _can_be_run(cls, name: str) -> str:
+        if name in NOT_RUNNABLE:
+            raise ValueError(f"{name} cannot be run: {NOT_RUNNABLE[name]}")
+        return name
 
     @model_validator(mode="after")
     def _constraints_name_layout_fields(self) -> Self:

@@ -84,8 +84,16 @@ class Measurement(Document):
     """Parameters (elements) of this rank's shard; None: parameters / tensor_parallel_degree, rounded up."""
     local_expert_parameters: int = Field(default=0, ge=0)
     """Those of them that the expert-parallel group splits: reduced over data ranks / expert-parallel degree."""
+    local_matrix_elements: int | None = Field(default=None, ge=0)
+    """Those of `local_parameters` in matrices of hidden layers, which Muon orthogonalises; None: not known."""
+    local_muon_flops: int | None = Field(default=None, ge=0)
+    """FLOPs of one Muon step over these matrices; None: not known."""
+    local_factored_elements: int | None = Field(default=None, ge=0)
+    """Numbers that Adafactor keeps of them: rows + columns of matrices, all of vectors; None: not known."""
     forward_bytes: int = Field(default=0, ge=0)
     """Bytes the forward's kernels read and write."""
+    backward_bytes: int = Field(default=0, ge=0)
+    """Bytes the backward's kernels read and write, without recomputation; 0: not known."""
     operations: tuple[Operation, ...] = ()
     recompute_operations: tuple[Operation, ...] = ()
     """What the backward runs again; empty: the forward's operations, by the share of FLOPs."""
@@ -139,6 +147,8 @@ class SharedParameters(Document):
     layers: tuple[str, ...] = Field(min_length=2)
     parameters: int = Field(ge=1)
     """Elements of one copy."""
+    factored_elements: int | None = Field(default=None, ge=0)
+    """Numbers that Adafactor keeps of one copy: rows + columns of a matrix, all of a vector; None: not known."""
 
 
 class ModelProfile(Document):

@@ -1,14 +1,22 @@
 """Memory recipes: bytes of optimizer states, gradients and parameters (OGP) by precision and optimizer.
 
-    OGP of one element = parameter_bytes + gradient_bytes + optimizer_bytes                                          (1)
+    OGP of n parameters = n (parameter_bytes + gradient_bytes + master_bytes) + states                               (1)
 
-    fp32                    4 + 4 + 4 k
-    bf16-mixed, fp16-mixed  2 + 2 + (4 + 4 k)    master copy and states in fp32; Adam: 2 + 2 + 12
-    bf16                    2 + 2 + 2 k          no master copy
+    fp32                          4 + 4 + 0    states in fp32
+    bf16-mixed, fp16-mixed, fp8   2 + 2 + 4    states in fp32, as the master copy that the optimizer works on
+    bf16                          2 + 2 + 0    states in bf16: no master copy
 
-with k the states that the optimizer keeps per element. Source of the mixed row: Rajbhandari et al. 2020, "ZeRO: Memory
-Optimizations Toward Training Trillion Parameter Models", section 3.1. ZeRO shards the three terms one after the other,
-which is the cost model's business.
+    states, in numbers           sgd 0; momentum n; adam, adamw 2 n                                                  (2)
+                                 adafactor  f: a matrix keeps the means of its rows and columns, a vector all of it
+                                 muon       m + 2 (n - m): momentum of the m elements of hidden matrices, AdamW else
+                                 adam-8bit  2 n, one byte each, and one fp32 scale per state and 256 elements
+
+Sources: the mixed row and Adam's 2 + 2 + 12, Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training
+Trillion Parameter Models", section 3.1; fp8 keeps what bf16-mixed keeps and casts on the way into a matrix product
+(torchao's float8 training; Micikevicius et al. 2022, "FP8 Formats for Deep Learning"); Shazeer, Stern 2018,
+"Adafactor"; Jordan et al. 2024, "Muon"; Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", with the
+blocks of torchao and bitsandbytes. (2) is what `torch.optim` keeps, but for one step counter per tensor. ZeRO shards
+the terms one after the other, which is the cost model's business.
 """
 
 from __future__ import annotations
@@ -16,27 +24,73 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import get_args
 
-from planner.errors import UnknownNameError
+from planner.errors import MismatchError, UnknownNameError
 from planner.spec.job import OptimizerName, Precision
 
-OPTIMIZER_STATES: dict[OptimizerName, int] = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
-"""Tensors of the parameter's shape that `torch.optim` keeps: none, momentum_buffer, exp_avg and exp_avg_sq."""
+QUANTIZED_BLOCK = 256
+"""Elements that share one scale in 8-bit Adam."""
+SCALE_BYTES = 4
+_PER_PARAMETER: dict[Precision, tuple[int, int, int, int]] = {
+    "fp32": (4, 4, 0, 4),
+    "fp16-mixed": (2, 2, 4, 4),
+    "bf16-mixed": (2, 2, 4, 4),
+    "bf16": (2, 2, 0, 2),
+    "fp8": (2, 2, 4, 4),
+}
+"""Bytes of parameter, gradient, master copy, and of one number of a state."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCount:
+    """Parameters by what optimizers ask of their shapes."""
+
+    elements: int
+    matrix_elements: int | None = None
+    """Elements of matrices of hidden layers, which Muon orthogonalises; None: not known."""
+    factored_elements: int | None = None
+    """Rows + columns of every matrix, all of every vector: what Adafactor keeps; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class OgpRecipe:
-    """Bytes per parameter element, before any sharding."""
+    """Bytes of parameters, gradients and optimizer, before any sharding."""
 
+    optimizer: OptimizerName
     parameter_bytes: int
-    """The copy that forward and backward compute with."""
+    """Per element, of the copy that forward and backward compute with."""
     gradient_bytes: int
-    optimizer_bytes: int
-    """Optimizer states, and the fp32 master copy of the parameters where there is one."""
+    """Per element."""
+    master_bytes: int
+    """Per element, of the fp32 copy that the optimizer works on; 0 without one."""
+    state_bytes: int
+    """Of one number of a state, where the optimizer does not choose its own type."""
 
-    @property
-    def total_bytes(self) -> int:
+    def optimizer_bytes(self, count: ParameterCount) -> int:
+        """Bytes of optimizer states and master copy of these parameters: equation (2).
+
+        Raises:
+            MismatchError: the optimizer asks for shapes that nobody counted.
+        """
+        return count.elements * self.master_bytes + self._states(count)
+
+    def total_bytes(self, count: ParameterCount) -> int:
         """Left side of equation (1)."""
-        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+        return count.elements * (self.parameter_bytes + self.gradient_bytes) + self.optimizer_bytes(count)
+
+    def _states(self, count: ParameterCount) -> int:
+        if not count.elements:
+            return 0
+        if self.optimizer == "adam-8bit":
+            return 2 * (count.elements + SCALE_BYTES * -(-count.elements // QUANTIZED_BLOCK))
+        if self.optimizer == "adafactor":
+            return self.state_bytes * _known(count.factored_elements, self.optimizer)
+        if self.optimizer == "muon":
+            return self.state_bytes * (2 * count.elements - _known(count.matrix_elements, self.optimizer))
+        return self.state_bytes * STATES[self.optimizer] * count.elements
+
+
+STATES: dict[OptimizerName, int] = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
+"""Tensors of the parameter's shape that `torch.optim` keeps: none, momentum_buffer, exp_avg and exp_avg_sq."""
 
 
 def recipe(precision: Precision, optimizer: OptimizerName) -> OgpRecipe:
@@ -47,14 +101,19 @@ def recipe(precision: Precision, optimizer: OptimizerName) -> OgpRecipe:
     """
     _check(precision, get_args(Precision), field="precision")
     _check(optimizer, get_args(OptimizerName), field="optimizer")
-    states = OPTIMIZER_STATES[optimizer]
-    if precision == "fp32":
-        return OgpRecipe(parameter_bytes=4, gradient_bytes=4, optimizer_bytes=4 * states)
-    if precision == "bf16":
-        return OgpRecipe(parameter_bytes=2, gradient_bytes=2, optimizer_bytes=2 * states)
-    return OgpRecipe(parameter_bytes=2, gradient_bytes=2, optimizer_bytes=4 + 4 * states)
+    return OgpRecipe(optimizer, *_PER_PARAMETER[precision])
 
 
 def _check(name: str, known: tuple[str, ...], *, field: str) -> None:
     if name not in known:
         raise UnknownNameError(f"no {field} {name!r}.", field=field, mend=f"use one of {', '.join(known)}.")
+
+
+def _known(elements: int | None, optimizer: OptimizerName) -> int:
+    if elements is None:
+        raise MismatchError(
+            f"what {optimizer} keeps depends on the parameters' shapes, which the profile does not tell.",
+            field="job.optimizer",
+            mend="profile the model again with this version, or use adamw.",
+        )
+    return elements

@@ -39,11 +39,13 @@ def layer_seconds(row: Measurement, device: DeviceSpec, dtype: DataType) -> Laye
         forward, of_input, of_weight = (sum(column) for column in zip(*parts, strict=True))
     else:
         forward, of_input, of_weight = _as_one_product(row, device, dtype)
-    if row.forward_flops:
-        repeated = min(1.0, row.recompute_flops / row.forward_flops)
+    if row.recompute_operations:
+        again = sum(one.count * _kernel(one, device, dtype, 1.0, 1.0) for one in row.recompute_operations)
+    elif row.forward_flops:
+        again = forward * min(1.0, row.recompute_flops / row.forward_flops)
     else:
-        repeated = 1.0 if row.recompute == "full" else 0.0
-    return LayerSeconds(forward, of_input, of_weight, forward * repeated)
+        again = forward if row.recompute == "full" else 0.0
+    return LayerSeconds(forward, of_input, of_weight, again)
 
 
 def _operation_seconds(one: Operation, device: DeviceSpec, dtype: DataType) -> tuple[float, float, float]:
@@ -61,7 +63,7 @@ def _kernel(one: Operation, device: DeviceSpec, dtype: DataType, flops: float, s
     """The slower of computing and moving, and the launch."""
     bandwidth = device.memory_bandwidth_bytes_per_second
     moving = one.bytes * size / (bandwidth * MEMORY_EFFICIENCY) if bandwidth else 0.0
-    if one.kind == "memory":
+    if one.kind in ("memory", "softmax"):
         return moving + device.launch_seconds
     efficiency = device.achievable_fraction * (ATTENTION_EFFICIENCY if one.kind == "attention" else 1.0)
     computing = one.flops * flops / (device.peak_flops_per_second[dtype] * efficiency)

@@ -123,15 +123,16 @@ class StepCheck:
         computed = sum(price.forward + price.backward_input + price.backward_weight for price in layers)
         recomputed = sum(price.recompute for price in layers)
         exchanged = sum(price.exchanged for price in layers)
+        gathered = sum(price.gathered_forward + price.gathered_backward for price in layers)
         reduction, update = self._tail(last)
         return Breakdown(
             compute_seconds=count * computed * NANOSECOND,
             recompute_seconds=count * recomputed * NANOSECOND,
             tensor_parallel_seconds=count * exchanged * NANOSECOND,
             pipeline_seconds=(ends[last] - without) * NANOSECOND,
-            data_parallel_seconds=reduction * NANOSECOND,
+            data_parallel_seconds=(reduction + count * gathered) * NANOSECOND,
             optimizer_seconds=update * NANOSECOND,
-            bubble_seconds=(without - count * (computed + recomputed + exchanged)) * NANOSECOND,
+            bubble_seconds=(without - count * (computed + recomputed + exchanged + gathered)) * NANOSECOND,
         )
 
     def _memory(self, stage: int) -> RankMemory:
@@ -142,12 +143,17 @@ class StepCheck:
             "gradients_bytes": state.gradients,
             "optimizer_bytes": state.optimizer,
             "activations_bytes": self._activations(stage),
-            "temporary_bytes": max(self._allocated(price.row.temporary_bytes) for price in layers),
+            "temporary_bytes": max(self._allocated(price.row.temporary_bytes) for price in layers) + 2 * self._largest,
             "reserved_bytes": RESERVED_BYTES if reserved is None else reserved,
         }
         return RankMemory(
             pipeline_rank=stage, **parts, peak_bytes=sum(parts.values()), capacity_bytes=capacity_bytes(self.facts)
         )
+
+    @property
+    def _largest(self) -> int:
+        """ZeRO 3 gathers one layer while another runs."""
+        return max(next(iter(prices.values())).gathered_bytes for prices in self.prices.layers)
 
     def _allocated(self, size_bytes: int) -> int:
         """Equation (M5), rounded up layer by layer."""

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import get_args
 
 from planner.spec.profile import LayerProfile, Measurement, RecomputeMode, SharedParameters
-from planner.spec.recipes import OgpRecipe, recipe
+from planner.spec.recipes import OgpRecipe, ParameterCount, recipe
 from planner.validate.facts import Facts
 from planner.validate.formulas import MEMORY_EFFICIENCY, collective_seconds, layer_seconds, send_seconds
 
@@ -51,17 +51,24 @@ class LayerPrice:
     """Of the gradients over the data-parallel group, once per step, latency apart."""
     update: int
     """The optimizer, once per step."""
+    gathered_forward: int
+    """ZeRO 3: the parameters, for every micro-batch."""
+    gathered_backward: int
+    """ZeRO 3: the parameters again, and the gradients scattered."""
+    gathered_bytes: int
+    """ZeRO 3: the parameters, whole."""
     state: StateBytes
 
     @property
     def whole_forward(self) -> int:
         """Equation (T1)."""
-        return self.forward + self.exchanged_forward
+        return self.forward + self.exchanged_forward + self.gathered_forward
 
     @property
     def whole_backward_input(self) -> int:
         """Equation (T2) without the weight gradient."""
-        return self.backward_input + self.recompute + self.exchanged_backward + self.exchanged_again
+        computed = self.backward_input + self.recompute
+        return computed + self.exchanged_backward + self.exchanged_again + self.gathered_backward
 
     @property
     def exchanged(self) -> int:
@@ -136,7 +143,8 @@ class Prices:
         device, dtype = self.facts.device, self.facts.profile.dtype
         seconds = layer_seconds(row, device, dtype)
         exchanged_forward = self._exchange(plain, "forward")
-        elements = local_elements(layer, plain)
+        held = held_parameters(layer, plain)
+        gather, scatter = self._gathers(held.elements)
         return LayerPrice(
             row=row,
             plain=plain,
@@ -147,9 +155,12 @@ class Prices:
             exchanged_forward=exchanged_forward,
             exchanged_backward=self._exchange(row, "backward"),
             exchanged_again=exchanged_forward if row.recompute == "full" else 0,
-            reduction=self._reduction(elements),
-            update=self._update(plain, elements),
-            state=self._state(elements),
+            reduction=self._reduction(held.elements),
+            update=self._update(plain, held),
+            gathered_forward=gather,
+            gathered_backward=gather + scatter,
+            gathered_bytes=held.elements * self._ogp.parameter_bytes if self.facts.layout.zero_stage == 3 else 0,
+            state=self._state(held),
         )
 
     def _exchange(self, row: Measurement, phase: str) -> int:
@@ -159,41 +170,65 @@ class Prices:
         return nanoseconds(sum(one.count * collective_seconds(one.operation, one.bytes, *ends) for one in mine))
 
     def _reduction(self, elements: int) -> int:
-        """Equation (T4): all-reduce, or with ZeRO reduce-scatter and one all-gather (two under stage 3)."""
+        """Equation (T4): all-reduce, or with ZeRO 1 and 2 reduce-scatter and all-gather."""
         facts, zero = self.facts, self.facts.layout.zero_stage
         ends = (facts.data_spread, facts.intra_node, facts.inter_node)
         gradients, parameters = elements * self._ogp.gradient_bytes, elements * self._ogp.parameter_bytes
+        if zero == 3:
+            return 0
         if zero == 0:
             return nanoseconds(collective_seconds("all_reduce", gradients, *ends, latency=False))
         scatter = collective_seconds("reduce_scatter", gradients, *ends, latency=False)
         gather = collective_seconds("all_gather", parameters, *ends, latency=False)
-        return nanoseconds(scatter + (2 if zero == 3 else 1) * gather)
+        return nanoseconds(scatter + gather)
 
-    def _update(self, row: Measurement, elements: int) -> int:
-        """Equation (T3): states and parameters read and written, gradients read; measured for AdamW."""
+    def _gathers(self, elements: int) -> tuple[int, int]:
+        """Equation (T6): all-gather of the parameters, reduce-scatter of the gradients, both of every micro-batch."""
+        facts = self.facts
+        if facts.layout.zero_stage < 3:
+            return 0, 0
+        ends = (facts.data_spread, facts.intra_node, facts.inter_node)
+        gather = collective_seconds("all_gather", elements * self._ogp.parameter_bytes, *ends)
+        scatter = collective_seconds("reduce_scatter", elements * self._ogp.gradient_bytes, *ends)
+        return nanoseconds(gather), nanoseconds(scatter)
+
+    def _update(self, row: Measurement, held: ParameterCount) -> int:
+        """Equation (T3): states and parameters read and written, gradients read; measured for AdamW; Muon's FLOPs."""
         shards = self.facts.layout.data_parallel_degree if self.facts.layout.zero_stage else 1
         adamw = recipe(self.facts.job.precision, "adamw")
-        per_element, of_adamw = (
-            2 * ogp.optimizer_bytes + ogp.gradient_bytes + 2 * ogp.parameter_bytes for ogp in (self._ogp, adamw)
+        traffic, of_adamw = (
+            2 * ogp.optimizer_bytes(held) + held.elements * (ogp.gradient_bytes + 2 * ogp.parameter_bytes)
+            for ogp in (self._ogp, adamw)
         )
-        if row.optimizer_seconds is not None:
-            return nanoseconds(row.optimizer_seconds * (per_element / of_adamw) / shards)
         bandwidth = self.facts.device.memory_bandwidth_bytes_per_second
-        if bandwidth is None:
-            return 0
-        return nanoseconds(elements * per_element / shards / (bandwidth * MEMORY_EFFICIENCY))
+        seconds = 0.0
+        if row.optimizer_seconds is not None:
+            seconds = row.optimizer_seconds * (traffic / of_adamw if of_adamw else 1.0)
+        elif bandwidth is not None:
+            seconds = traffic / (bandwidth * MEMORY_EFFICIENCY)
+        return nanoseconds((seconds + self._orthogonalising(row)) / shards)
+
+    def _orthogonalising(self, row: Measurement) -> float:
+        """Seconds of Muon's products, at the device's bf16 rate; without a known peak at the measured forward's."""
+        if self.facts.job.optimizer != "muon" or not row.local_muon_flops:
+            return 0.0
+        peaks, dtype = self.facts.device.peak_flops_per_second, self.facts.profile.dtype
+        if "bf16" in peaks or dtype in peaks:
+            rate = peaks["bf16" if "bf16" in peaks else dtype]
+            return row.local_muon_flops / (rate * self.facts.device.achievable_fraction)
+        return row.local_muon_flops * (row.forward_seconds or 0.0) / max(1, row.forward_flops)
 
     def _shards(self) -> tuple[int, int, int]:
         """What ZeRO divides parameters, gradients and optimizer states by (Rajbhandari et al. 2020)."""
         degree, zero = self.facts.layout.data_parallel_degree, self.facts.layout.zero_stage
         return degree if zero >= 3 else 1, degree if zero >= 2 else 1, degree if zero >= 1 else 1
 
-    def _state(self, elements: int) -> StateBytes:
+    def _state(self, held: ParameterCount) -> StateBytes:
         ogp, (parameters, gradients, optimizer) = self._ogp, self._shards()
         return StateBytes(
-            parameters=_share(elements * ogp.parameter_bytes, parameters),
-            gradients=_share(elements * ogp.gradient_bytes, gradients),
-            optimizer=_share(elements * ogp.optimizer_bytes, optimizer),
+            parameters=_share(held.elements * ogp.parameter_bytes, parameters),
+            gradients=_share(held.elements * ogp.gradient_bytes, gradients),
+            optimizer=_share(ogp.optimizer_bytes(held), optimizer),
         )
 
     def _shared(self, shared: SharedParameters) -> SharedPrice:
@@ -201,7 +236,7 @@ class Prices:
         names = [layer.name for layer in facts.profile.layers]
         users = tuple(sorted({names.index(name) for name in shared.layers}))
         last, price = facts.profile.layers[users[-1]], next(iter(self.layers[users[-1]].values()))
-        of_layer = local_elements(last, price.plain)
+        of_layer = held_parameters(last, price.plain).elements
         elements = min(_share(shared.parameters, facts.layout.tensor_parallel_degree), of_layer)
         link = facts.intra_node if facts.is_one_node else facts.inter_node
         half = elements * ogp.gradient_bytes / 2
@@ -212,7 +247,7 @@ class Prices:
             state=StateBytes(
                 parameters=elements * ogp.parameter_bytes // by_parameters,
                 gradients=elements * ogp.gradient_bytes // by_gradients,
-                optimizer=elements * ogp.optimizer_bytes // by_optimizer,
+                optimizer=ogp.optimizer_bytes(ParameterCount(elements, 0, shared.factored_elements)) // by_optimizer,
             ),
         )
 
@@ -222,11 +257,12 @@ def plain_row(rows: Mapping[RecomputeMode, Measurement]) -> Measurement:
     return next(rows[mode] for mode in get_args(RecomputeMode) if mode in rows)
 
 
-def local_elements(layer: LayerProfile, plain: Measurement) -> int:
+def held_parameters(layer: LayerProfile, plain: Measurement) -> ParameterCount:
     """Parameters of a layer on the fullest rank of its tensor-parallel group."""
-    if plain.local_parameters is not None:
-        return plain.local_parameters
-    return _share(layer.parameters, plain.tensor_parallel_degree)
+    elements = plain.local_parameters
+    if elements is None:
+        elements = _share(layer.parameters, plain.tensor_parallel_degree)
+    return ParameterCount(elements, plain.local_matrix_elements, plain.local_factored_elements)
 
 
 def _share(whole: int, parts: int) -> int:

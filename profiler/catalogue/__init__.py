@@ -26,6 +26,8 @@ class CatalogueEntry(Document):
     """Trained parameters (elements) of the architecture, tied ones once."""
     published_parameters: int = Field(gt=0)
     """The same as its authors state it, usually rounded."""
+    active_parameters: int | None = Field(default=None, gt=0)
+    """Those that one token meets, as the authors of a mixture of experts state it; None: all."""
     layers: int = Field(gt=0)
     """Repeated blocks of a transformer; weighted layers of a convolutional network, as its name counts them."""
     longest_sequence: int = Field(default=0, ge=0)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from planner.spec import SCHEMAS
+from planner.spec import SCHEMAS, DeviceSpec, read
 from planner.spec.devices import catalogue
 from profiler.catalogue import names
 from tests.cli.support import Command
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def test_devices(planner: Command) -> None:
@@ -18,6 +22,39 @@ def test_devices(planner: Command) -> None:
     h100 = found["h100-sxm5-80gb"]
     assert h100["memory_bytes"] == 80_000_000_000
     assert h100["intra_node"]["bandwidth_bytes_per_second"] > h100["inter_node"]["bandwidth_bytes_per_second"]
+
+
+def test_one_device(planner: Command) -> None:
+    """A device by id is shown with every figure and its source; with --json it is the entry of the list."""
+    shown = planner("devices", "gb200-nvl72-186gb").out
+    assert "scale-up, 72 behind a switch" in shown
+    assert "2.50 PFLOP/s  NVIDIA GB200 NVL72 data sheet" in shown
+    listed = {device["id"]: device for device in planner("devices", "--json").json}
+    assert planner("devices", "l4-24gb", "--json").json == listed["l4-24gb"]
+
+
+def test_own_device(planner: Command) -> None:
+    """A device of a file is checked and shown, and its JSON is a document that can be read again."""
+    shown = planner("devices", "--file", EXAMPLES / "device.yaml").out
+    assert "800 TFLOP/s  data sheet" in shown
+    found = planner("devices", "--file", EXAMPLES / "device.yaml", "--json").json
+    assert DeviceSpec.model_validate(found) == read(DeviceSpec, EXAMPLES / "device.yaml")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("h100",), "Did you mean h100-sxm5-80gb, h100-pcie-80gb, h100-nvl-94gb?"),
+        (("--file", "absent.yaml"), "absent.yaml: there is no such file"),
+        (("l4-24gb", "--file", EXAMPLES / "device.yaml"), "leave out the id, or --file"),
+        (("--file", EXAMPLES / "a100x8.yaml"), "node_groups: unknown field"),
+    ],
+)
+def test_wrong_devices(planner: Command, words: tuple[str | Path, ...], told: str) -> None:
+    """What is no device is told with its mend."""
+    ended = planner("devices", *words)
+    assert (ended.code, ended.out) == (2, "")
+    assert told in ended.err
 
 
 def test_models(planner: Command) -> None:

@@ -96,6 +96,18 @@ def test_progress_draws_on_a_terminal_and_cleans_up(monkeypatch: pytest.MonkeyPa
     assert stream.getvalue().endswith("\r\033[K")
 
 
+def test_progress_tells_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of four steps took 30 seconds, so one is left: 10 seconds; before the first step nobody knows."""
+    now = iter([0.0, 1.0, 30.0])
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(now))
+    stream = Terminal()
+    progress = console.Progress("measuring", stream)
+    progress.update(0, 4)
+    assert "left" not in stream.getvalue()
+    progress.update(3, 4)
+    assert "30 s, 10 s left" in stream.getvalue()
+
+
 def test_progress_is_silent_elsewhere() -> None:
     """A log file sees no progress bar."""
     stream = io.StringIO()

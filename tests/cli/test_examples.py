@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from planner.spec import Cluster, Document, Job, PredictionLayout, read
+from planner.spec import Cluster, DeviceSpec, Document, Job, PredictionLayout, read
 from planner.spec.devices import find_device, links_of
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 KINDS: dict[str, type[Document]] = {
     "a100x8.yaml": Cluster,
     "cpu-4ranks.yaml": Cluster,
+    "device.yaml": DeviceSpec,
     "finetune-small.yaml": Job,
     "h100x16384.yaml": Cluster,
     "h100x64.yaml": Cluster,

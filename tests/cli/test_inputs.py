@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.cli.inputs import constraint, fix, read_layout
+from planner.cli.inputs import constraint, fix, read_cluster, read_layout
 from planner.errors import DocumentError, SpecError, UnknownNameError
-from planner.spec import PredictionLayout
+from planner.spec import DeviceSpec, PredictionLayout
 from planner.spec.job import Range, allows
 from tests.cli.support import tiny_job
 
@@ -116,3 +116,42 @@ def test_wrong_layouts_are_refused(words: list[str]) -> None:
     with pytest.raises(SpecError) as caught:
         read_layout(words)
     assert all(problem.field for problem in caught.value.problems)
+
+
+OWN_DEVICE = "{id: mine, memory_bytes: 1000, host_bandwidth_bytes_per_second: 1.0e9}"
+
+
+def test_a_cluster_may_name_a_file_for_its_device(tmp_path: Path) -> None:
+    """The path is seen from the cluster's folder; what is read stands inline, so that plans carry it."""
+    (tmp_path / "devices").mkdir()
+    (tmp_path / "devices" / "mine.yaml").write_text(OWN_DEVICE, encoding="utf-8")
+    cluster = tmp_path / "cluster.yaml"
+    groups = (
+        "{device: devices/mine.yaml, nodes: 1, devices_per_node: 2}, {device: l4-24gb, nodes: 1, devices_per_node: 8}"
+    )
+    cluster.write_text(f"node_groups: [{groups}]", encoding="utf-8")
+    own, listed = read_cluster(cluster).node_groups
+    assert own.device == DeviceSpec(id="mine", memory_bytes=1000, host_bandwidth_bytes_per_second=1e9)
+    assert listed.device == "l4-24gb"
+
+
+@pytest.mark.parametrize(
+    ("device", "told"),
+    [("absent.yaml", "absent.yaml: there is no such file"), ("wrong.yaml", "wrong.yaml: memory: unknown field")],
+)
+def test_a_wrong_device_file_is_named(tmp_path: Path, device: str, told: str) -> None:
+    """The mistake is told with the device's file, not the cluster's."""
+    (tmp_path / "wrong.yaml").write_text("{id: mine, memory_bytes: 1000, memory: 1}", encoding="utf-8")
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(f"node_groups: [{{device: {device}, nodes: 1, devices_per_node: 2}}]", encoding="utf-8")
+    with pytest.raises(DocumentError, match=told):
+        read_cluster(cluster)
+
+
+@pytest.mark.parametrize("text", ["[]", "node_groups: 3", "node_groups: [4]", "node_groups: [{device: 5}]"])
+def test_broken_clusters_are_refused(tmp_path: Path, text: str) -> None:
+    """What is no cluster at all is told as such, whatever stands where devices should."""
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(DocumentError):
+        read_cluster(path)

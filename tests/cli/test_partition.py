@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from planner.cli.main import main
 from tests.cli.support import Command
 
 COSTS = "10,40,30,10,20,50,10"
@@ -51,3 +56,86 @@ def test_more_parts_than_layers(planner: Command) -> None:
     ended = planner("partition", "--costs", "1,2", "--parts", "3")
     assert ended.code == 2
     assert "2 layers cannot make 3 parts" in ended.err
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """GPT-2 small, priced for an A100 at two sizes."""
+    path = tmp_path_factory.mktemp("profile") / "profile.json"
+    words = ("--device", "analytic:a100-sxm4-80gb", "--sequence-length", "128", "--micro-batch-sizes", "1,4")
+    assert main(["profile", "gpt2", *words, "-o", str(path)]) == 0
+    return path
+
+
+@pytest.mark.parametrize("by", ["time", "memory"])
+def test_a_profile_is_balanced(planner: Command, profile: Path, by: str) -> None:
+    """torchgpipe's promise: the parts' costs are sums of what the profile says of their layers, and nearly equal."""
+    words = ("partition", "--profile", profile, "--parts", "4", "--method", "block", "--by", by)
+    found = planner(*words, "--json").json
+    layers = json.loads(profile.read_text())["layers"]
+    assert [name for part in found["layers"] for name in part] == [layer["name"] for layer in layers]
+    assert (found["by"], found["micro_batch_size"], found["sequence_length"]) == (by, 1, 128)
+    expected = {layer["name"]: cost(layer, by) for layer in layers}
+    assert found["costs"] == pytest.approx([sum(expected[name] for name in part) for part in found["layers"]])
+    assert max(found["costs"]) - min(found["costs"]) <= max(expected.values())
+    assert "embedding .." in planner(*words).out
+
+
+def cost(layer: dict[str, Any], by: str) -> float:
+    """Of the first row, which is the smallest micro-batch without recomputation; AdamW in bf16-mixed takes 16 bytes."""
+    row = layer["measurements"][0]
+    if by == "memory":
+        return float(16 * layer["parameters"] + row["activation_bytes"])
+    return float(row["forward_seconds"] + row["backward_input_seconds"] + row["backward_weight_seconds"])
+
+
+def test_time_and_memory_differ(planner: Command, profile: Path) -> None:
+    """The embedding is heavy and quick, so parts of equal memory are not parts of equal time."""
+    words = ("partition", "--profile", profile, "--parts", "4", "--method", "block", "--json")
+    assert planner(*words, "--by", "time").json["sizes"] != planner(*words, "--by", "memory").json["sizes"]
+
+
+def test_micro_batches_in_flight_weigh_activations(planner: Command, profile: Path) -> None:
+    """Each further micro-batch adds the same activations; plain SGD keeps no states: 8 bytes instead of 16."""
+    words = ("partition", "--profile", profile, "--parts", "1", "--by", "memory", "--json")
+    one, two, three = (planner(*words, "--micro-batches", str(n)).json["bottleneck"] for n in (1, 2, 3))
+    assert three - two == two - one > 0
+    layers = json.loads(profile.read_text())["layers"]
+    sgd = planner(*words, "--optimizer", "sgd").json["bottleneck"]
+    assert one - sgd == 8 * sum(layer["parameters"] for layer in layers)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--micro-batch-size", "3"), "1 x 128, 4 x 128"),
+        (("--sequence-length", "64"), "no whole row of 1 samples of 64 tokens"),
+        (("--optimizer", "sgd"), "--by memory"),
+        (("--by", "time", "--micro-batches", "2"), "--by memory"),
+        (("--costs", "1,2"), "not allowed with"),
+    ],
+)
+def test_wrong_wishes_of_a_profile(planner: Command, profile: Path, words: tuple[str, ...], told: str) -> None:
+    """Sizes that the profile does not have, and options that would change nothing, are refused."""
+    ended = planner("partition", "--profile", profile, "--parts", "2", *words)
+    assert (ended.code, ended.out) == (2, "")
+    assert told in ended.err
+
+
+def test_options_of_a_profile_need_one(planner: Command) -> None:
+    """Plain costs are balanced by themselves."""
+    ended = planner("partition", "--costs", COSTS, "--parts", "2", "--by", "time")
+    assert ended.code == 2
+    assert "--profile" in ended.err
+
+
+def test_a_counted_profile_has_no_time(planner: Command, profile: Path, tmp_path: Path) -> None:
+    """Without seconds the layers can be balanced by memory only, and the error says so."""
+    document = json.loads(profile.read_text())
+    for layer in document["layers"]:
+        for row in layer["measurements"]:
+            row |= {name: None for name in row if name.endswith("_seconds")}
+    path = tmp_path / "counted.json"
+    path.write_text(json.dumps(document))
+    assert "balance by memory" in planner("partition", "--profile", path, "--parts", "2").err
+    assert planner("partition", "--profile", path, "--parts", "2", "--by", "memory").code == 0

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from planner.cli.profile import LONGEST_DEFAULT, sequence_length
+from planner.cli.profile import LONGEST_DEFAULT, sequence_lengths
+from planner.cli.profile_text import noise, profile_text
 from planner.errors import SpecError
-from planner.spec import ModelProfile, parse, read
+from planner.spec import LayerProfile, Measurement, ModelProfile, parse, read
 from tests.cli.support import Command
 
 ANALYTIC = ("--device", "analytic:a100-sxm4-80gb")
@@ -51,7 +52,7 @@ def test_analytic_profile_of_a_callable(planner: Command) -> None:
         (("gpt2", "--device", "tpu"), "tpu"),
         (("gpt2", *ANALYTIC, "--sequence-length", "4096"), "1024"),
         (("gpt2", *ANALYTIC, "--tensor-parallel", "5"), "tensor"),
-        (("gpt2", *ANALYTIC, "--dtype", "fp32"), "fp32"),
+        (("gpt2", "--device", "analytic:v100-sxm2-32gb", "--dtype", "bf16"), "bf16"),
         (("gpt2", *ANALYTIC, "--concurrency", "4"), "--concurrency"),
         (("gpt2", *ANALYTIC, "--micro-batch-sizes", "0,1"), "'0' is not a whole number of at least 1"),
         (("resnet-50", *ANALYTIC, "--sequence-length", "8"), "--sequence-length"),
@@ -70,9 +71,49 @@ def test_wrong_input(planner: Command, words: tuple[str, ...], told: str) -> Non
 
 def test_default_sequence_length() -> None:
     """The model's longest, at most 4096; nothing for a model without a sequence."""
-    assert sequence_length(None, 1024) == 1024
-    assert sequence_length(None, 131072) == LONGEST_DEFAULT
-    assert sequence_length(8192, 131072) == 8192
-    assert sequence_length(None, 0) == 0
+    assert sequence_lengths(None, 1024) == (1024,)
+    assert sequence_lengths(None, 131072) == (LONGEST_DEFAULT,)
+    assert sequence_lengths((128, 8192), 131072) == (128, 8192)
+    assert sequence_lengths(None, 0) == (0,)
     with pytest.raises(SpecError):
-        sequence_length(8, 0)
+        sequence_lengths((8,), 0)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "tests.cli.tiny_models:tokens"])
+def test_several_lengths(planner: Command, model: str) -> None:
+    """One profile holds the rows of all lengths, whether counted before or now."""
+    words = ("--sequence-length", "64,32", "--micro-batch-sizes", "1,2")
+    profile = parse(ModelProfile, planner("profile", model, *ANALYTIC, *words, "--json").json)
+    for layer in profile.layers:
+        sizes = {(row.micro_batch_size, row.sequence_length) for row in layer.measurements}
+        assert sizes == {(1, 32), (2, 32), (1, 64), (2, 64)}
+
+
+def test_noise_is_told() -> None:
+    """Samples that spread by more than a tenth are told with the machine's conditions; quiet ones are not."""
+    row = Measurement(
+        micro_batch_size=1,
+        sequence_length=0,
+        forward_flops=1,
+        backward_input_flops=1,
+        backward_weight_flops=1,
+        forward_seconds=1.0,
+        backward_input_seconds=1.0,
+        backward_weight_seconds=1.0,
+        activation_bytes=1,
+        output_bytes=1,
+        temporary_bytes=1,
+        relative_spread=0.25,
+        source="measured",
+    )
+
+    def profile(spread: float | None) -> ModelProfile:
+        rows = (row.model_copy(update={"relative_spread": spread}),)
+        layers = (LayerProfile(name="0", kind="a", parameters=1, measurements=rows),)
+        return ModelProfile(model="m", device="cpu", layers=layers, environment={"load_average": "3 before, 5 after"})
+
+    (sentence,) = noise(profile(0.25))
+    assert "25.0 %" in sentence
+    assert "load_average 3 before, 5 after" in sentence
+    assert noise(profile(0.05)) == noise(profile(None)) == []
+    assert "25.0 %" in profile_text(profile(0.25))

@@ -63,7 +63,7 @@ def test_blocking_transfers(planner: Command) -> None:
     [
         ("--forward", "1,2,3", "3 values for 4 stages"),
         ("--transfer", "1,2", "2 values for 3 boundaries"),
-        ("--overlap", "1", "1f1b pairs no actions"),
+        ("--overlap", "1", "1f1b: no actions are paired"),
         ("--time-limit", "5", "only synthesized searches"),
     ],
 )
@@ -133,10 +133,76 @@ def test_synthesis(planner: Command) -> None:
 
 
 def test_impossible_synthesis(planner: Command) -> None:
-    """No order keeps the limit: exit 3. Options that it does not take: exit 2."""
+    """No order keeps the limit: exit 3. Transfers that the search does not know, and pairs: exit 2."""
     words = ("schedule", "synthesized", "--stages", "2", "--micro-batches", "4", "--virtual", "2")
     assert planner(*words, "--memory-limit", "1").code == 3
-    assert planner(*words, "--sequence-chunks", "2").code == 2
+    assert planner(*words, "--transfer", "1", "--transfer-mode", "queued").code == 2
+    assert planner(*words, "--overlap", "1").code == 2
+
+
+def test_what_is_searched_can_be_chosen(planner: Command) -> None:
+    """Objective, placement and sequence chunks reach the search."""
+    words = ("schedule", "synthesized", "--stages", "2", "--micro-batches", "4", "--json")
+    assert planner(*words, "--objective", "span").json["objective"] == "span"
+    looped = planner(*words, "--virtual", "2", "--placement", "loop").json
+    assert {text[0] for text in looped["actions"][0]} == {"0", "2"}
+    assert {text[0] for text in planner(*words, "--virtual", "2").json["actions"][0]} == {"0", "3"}
+    assert planner(*words, "--sequence-chunks", "2").json["makespan"] == 8 * 3 + 1
+
+
+def test_synthesis_in_a_comparison(planner: Command) -> None:
+    """It stands beside the others, within the same memory, with its proof."""
+    words = ("--stages", "4", "--micro-batches", "8", "--memory-limit", "4", "--transfer", "1")
+    times = ("--forward", "10,15,10,10", "--backward-input", "12,18,12,12", "--backward-weight", "8,12,8,8")
+    ended = planner("schedule", "--compare", "zb-h1,synthesized,gpipe", *words, *times, "--json")
+    rows = {row["name"]: row for row in ended.json["schedules"]}
+    assert {name: row["makespan"] for name, row in rows.items()} == {"zb-h1": 389, "synthesized": 374}
+    assert (rows["synthesized"]["lower_bound"], rows["synthesized"]["optimal"]) == (374, True)
+    assert [row["name"] for row in ended.json["refused"]] == ["gpipe"]
+    assert "synthesized: makespan at least 374, gap 0.0 %" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ("torchgpipe", "--recompute", "1", "--recompute-mode", "never"),
+            "torchgpipe: nothing is recomputed",
+        ),
+        (("1f1b", "--recompute-mode", "always"), "--recompute-mode: 1f1b: only torchgpipe has it"),
+        (("1f1b", "--transfer-mode", "blocking"), "--transfer-mode: 1f1b: without --transfer nothing is sent"),
+        (("1f1b", "--objective", "span"), "--objective: 1f1b: only synthesized searches"),
+        (("1f1b", "--placement", "loop"), "--placement: 1f1b: only synthesized searches"),
+        (("1f1b", "--virtual", "2"), "virtual_stages: 1f1b puts exactly 1 stages"),
+        (("1f1b", "--sequence-chunks", "2"), "sequence_chunks: 1f1b does not cut"),
+        (("--compare", "1f1b,gpipe", "--virtual", "2"), "--virtual: 1f1b, gpipe: none puts 2 stages"),
+        (
+            ("--compare", "1f1b,gpipe", "--sequence-chunks", "2"),
+            "1f1b, gpipe: the sequence is not cut",
+        ),
+        (("--compare", "1f1b,gpipe", "--overlap", "1"), "--overlap: 1f1b, gpipe: no actions are paired"),
+        (("--compare", "1f1b,gpipe", "--recompute-mode", "always"), "--recompute-mode: 1f1b, gpipe"),
+        (("--compare", "1f1b,gpipe", "--time-limit", "1"), "--time-limit: 1f1b, gpipe: only synthesized"),
+        (("--compare", "1f1b,gpipe", "--actions"), "--actions: comparisons print no actions"),
+    ],
+)
+def test_nothing_is_accepted_and_ignored(planner: Command, words: tuple[str, ...], says: str) -> None:
+    """An option that would change nothing is refused, and says why."""
+    ended = planner("schedule", *words, "--stages", "4", "--micro-batches", "8")
+    assert ended.code == 2
+    assert says in ended.err
+
+
+def test_nobody_to_send_to(planner: Command) -> None:
+    """One rank has no transfers."""
+    ended = planner("schedule", "1f1b", "--stages", "1", "--micro-batches", "8", "--transfer", "1")
+    assert (ended.code, "--transfer" in ended.err) == (2, True)
+
+
+def test_recomputation_inside_the_backward(planner: Command) -> None:
+    """What is recomputed delays the gradient: the step of 1F1B has (M + P - 1) recomputations more."""
+    words = ("schedule", "1f1b", "--stages", "4", "--micro-batches", "8", "--json")
+    assert planner(*words, "--recompute", "1").json["makespan"] == planner(*words).json["makespan"] + 11
 
 
 def test_a_name_or_a_comparison_is_needed(planner: Command) -> None:

@@ -11,6 +11,11 @@ def sequential() -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))), torch.zeros(2, 16)
 
 
+def tokens() -> nn.Module:
+    """Token ids in, logits out."""
+    return nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 8), nn.Linear(8, 32))
+
+
 def not_a_model() -> int:
     """A callable that builds no model."""
     return 7

@@ -9,6 +9,7 @@ import pytest
 from planner.cost import workload
 from planner.errors import DocumentError, MismatchError, PlannerError, UnknownNameError, UnsupportedError
 from planner.spec import Cluster, ModelProfile
+from planner.spec.recipes import recipe
 from tests.builders import cluster, four_equal_layers, job, layer, profile
 
 
@@ -39,7 +40,7 @@ def test_documents_that_belong_together() -> None:
         profile(layer() * 2, sizes=(1, 2), degrees=(1, 2)), cluster(8, nodes=2, memory_bytes=1000), job(headroom=0.5)
     )
     assert (work.devices, work.nodes, work.devices_per_node, work.capacity_bytes) == (8, 2, 4, 500)
-    assert work.recipe.total_bytes == 16
+    assert work.recipe == recipe(work.job.precision, work.job.optimizer)
     assert list(work.rows) == [(1, 1), (1, 2), (2, 1), (2, 2)]
 
 

@@ -10,8 +10,11 @@ from torch import nn
 
 from planner.errors import UnsupportedError
 from planner.executor.optimizer import Optimizer, make_optimizer
-from planner.spec.job import Precision
-from planner.spec.recipes import recipe
+from planner.spec.job import NOT_RUNNABLE, OptimizerName, Precision
+from planner.spec.recipes import ParameterCount, recipe
+
+OPTIMIZERS = [name for name in get_args(OptimizerName) if name not in NOT_RUNNABLE]
+PRECISIONS = [name for name in get_args(Precision) if name not in NOT_RUNNABLE]
 
 
 def _linear() -> nn.Linear:
@@ -28,18 +31,19 @@ def _train(module: nn.Module, optimizer: Optimizer, steps: int) -> None:
         optimizer.zero_gradients()
 
 
-@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw"])
-@pytest.mark.parametrize("precision", get_args(Precision))
-def test_bytes_are_those_of_the_recipe(name: str, precision: str) -> None:
-    """What the memory model promises per element is what torch holds (Adam counts its steps in one number more)."""
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_bytes_are_those_of_the_recipe(name: OptimizerName, precision: Precision) -> None:
+    """What the memory model promises is what torch holds (some count their steps in one number more)."""
     module = _linear()
-    optimizer = Optimizer(module, name=name, precision=precision, learning_rate=0.1)
+    optimizer = Optimizer(module, name=name, precision=precision, learning_rate=0.1, hidden=("weight",))
     _train(module, optimizer, 1)
     expected = recipe(precision, name)
     elements = module.weight.numel()
     assert module.weight.nbytes == expected.parameter_bytes * elements
     assert module.weight.grad.nbytes == expected.gradient_bytes * elements
-    assert 0 <= optimizer.bytes - expected.optimizer_bytes * elements <= 4
+    count = ParameterCount(elements, matrix_elements=elements, factored_elements=64 + 64)
+    assert 0 <= optimizer.bytes - expected.optimizer_bytes(count) <= 4
 
 
 def test_fp32_is_torchs_own_optimizer() -> None:
@@ -68,7 +72,7 @@ def test_master_copy_keeps_what_bf16_would_lose() -> None:
     assert float(module.weight.detach()) < 1.0
 
 
-@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_pure_bf16_is_torchs_own_optimizer_on_bf16(name: str) -> None:
     """Without a master copy parameters are rounded as torch rounds them."""
     ours, theirs = _linear(), _linear().bfloat16()
@@ -82,7 +86,25 @@ def test_pure_bf16_is_torchs_own_optimizer_on_bf16(name: str) -> None:
     assert torch.equal(ours.weight, theirs.weight)
 
 
-@pytest.mark.parametrize("precision", get_args(Precision))
+def test_muon_orthogonalises_hidden_matrices_and_leaves_the_rest_to_adamw() -> None:
+    """The named matrices move as with `torch.optim.Muon`, the others as with AdamW."""
+    ours, theirs = (nn.Sequential(_linear(), _linear(), nn.Linear(64, 2)) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    _train(ours, Optimizer(ours, name="muon", precision="fp32", learning_rate=0.01, hidden={"1.weight"}), 3)
+    rest = [value for name, value in theirs.named_parameters() if name != "1.weight"]
+    muon = torch.optim.Muon([theirs[1].weight], lr=0.01, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(rest, lr=0.01, fused=True)
+    torch.manual_seed(1)
+    for _ in range(3):
+        theirs.zero_grad()
+        theirs(torch.randn(8, 64)).square().mean().backward()
+        muon.step()
+        adamw.step()
+    for left, right in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_factor_multiplies_the_gradients(precision: str) -> None:
     """Every precision takes the factor; half of it is half of the movement."""
     module = nn.Linear(1, 1, bias=False)
@@ -133,5 +155,5 @@ def test_gradients_keep_their_place() -> None:
 
 def test_unknown_optimizer_is_refused() -> None:
     """The error lists those that are known."""
-    with pytest.raises(UnsupportedError, match="use sgd, momentum, adam or adamw"):
+    with pytest.raises(UnsupportedError, match="use sgd, momentum, adam, adamw, adafactor or muon"):
         make_optimizer("lion", [torch.zeros(1, requires_grad=True)], 0.1)

@@ -48,7 +48,6 @@ def test_any_placement_that_fills_the_grid_will_do() -> None:
         {"layout__expert_parallel_degree": 2},
         {"layout__virtual_stages_per_rank": 2},
         {"layout__sequence_parallel": True},
-        {"stages__0__layers__2__recompute": "selective"},
         {"actions": [["0F0", "0I0", "0W0"]]},
     ],
 )
@@ -59,6 +58,15 @@ def test_what_is_not_carried_out_is_refused(change: dict[str, Any]) -> None:
     problem = caught.value.problems[0]
     assert problem.field.startswith(next(iter(change)).split("__")[0])
     assert problem.mend
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
+def test_optimizers_of_whole_matrices_take_no_shards(optimizer: str) -> None:
+    """A plan that splits what its optimizer must see whole is refused before anything starts."""
+    assert check_plan(make_plan(LAYERS, data=2, optimizer=optimizer)).data == 2
+    with pytest.raises(UnsupportedError) as caught:
+        check_plan(make_plan(LAYERS, tensor=2, optimizer=optimizer))
+    assert caught.value.problems[0].field == "layout.tensor_parallel_degree"
 
 
 def test_placement_with_a_hole_is_refused() -> None:

@@ -20,6 +20,8 @@ ROUNDING = 0.03
 NORMS = {"gemma2": 4, "gemma3_text": 4}
 """Norms of a block, before and after attention and feed-forward; 2 where only before."""
 LLAMA_LIKE = {"llama", "mistral", "qwen3", "gemma2", "gemma3_text"}
+MIXTURES = {"mixtral": "mistral", "qwen3_moe": "qwen3", "gpt_oss": "mistral"}
+"""The dense model that a mixture of experts is built like."""
 HEAD_NORMS = {"qwen3", "gemma3_text"}
 """Queries and keys are normalised per head."""
 
@@ -36,6 +38,36 @@ def _llama_parameters(config: dict) -> int:
     return embeddings * config["vocab_size"] * width + config["num_hidden_layers"] * block + width
 
 
+def _mixture_parameters(config: dict) -> int:
+    """Llama's, with a router and experts instead of one feed-forward (Jiang et al. 2024, section 2)."""
+    dense = _llama_parameters({**config, "model_type": MIXTURES[config["model_type"]], "intermediate_size": 0})
+    width, experts = config["hidden_size"], config.get("num_experts") or config["num_local_experts"]
+    each = 3 * width * config.get("moe_intermediate_size", config["intermediate_size"])
+    return dense + config["num_hidden_layers"] * experts * (width + each)
+
+
+def _gpt_oss_parameters(config: dict) -> int:
+    """OpenAI 2025: biases everywhere, and one trained attention sink per head."""
+    width, heads, head = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
+    query, key_value = heads * head, config["num_key_value_heads"] * head
+    biases = query + 2 * key_value + width + heads + config["num_local_experts"] * (1 + 3 * width)
+    return _mixture_parameters(config) + config["num_hidden_layers"] * biases
+
+
+def _latent_parameters(config: dict) -> int:
+    """DeepSeek-AI 2024, DeepSeek-V3 Technical Report, sections 2.1 and 4.2: latent attention, shared and routed experts."""
+    width, heads, layers = config["hidden_size"], config["num_attention_heads"], config["num_hidden_layers"]
+    rope, nope, value = config["qk_rope_head_dim"], config["qk_nope_head_dim"], config["v_head_dim"]
+    query, latent = config["q_lora_rank"], config["kv_lora_rank"]
+    attention = query * (width + 1 + heads * (nope + rope))
+    attention += width * (latent + rope) + latent * (1 + heads * (nope + value)) + heads * value * width
+    dense = config["first_k_dense_replace"]
+    experts = config["n_routed_experts"] + config["n_shared_experts"]
+    mixture = 3 * width * config["moe_intermediate_size"] * experts + width * config["n_routed_experts"]
+    feed_forward = dense * 3 * width * config["intermediate_size"] + (layers - dense) * mixture
+    return layers * (attention + 2 * width) + feed_forward + 2 * config["vocab_size"] * width + width
+
+
 def _gpt_parameters(vocabulary: int, positions: int, layers: int, width: int) -> int:
     """Radford et al. 2019: tied embeddings, blocks of 12 width^2 with biases and norms, final norm."""
     block = 12 * width * width + 13 * width
@@ -46,6 +78,12 @@ def _expected(entry: catalogue.CatalogueEntry) -> int:
     config = entry.config or {}
     if config.get("model_type") in LLAMA_LIKE:
         return _llama_parameters(config)
+    if config.get("model_type") in ("mixtral", "qwen3_moe"):
+        return _mixture_parameters(config)
+    if config.get("model_type") == "gpt_oss":
+        return _gpt_oss_parameters(config)
+    if config.get("model_type") == "deepseek_v3":
+        return _latent_parameters(config)
     if config.get("model_type") == "gpt2":
         return _gpt_parameters(config["vocab_size"], config["n_positions"], config["n_layer"], config["n_embd"])
     if config.get("model_type") == "opt":  # two positions more than it uses
@@ -66,6 +104,20 @@ def test_architecture_has_the_published_parameters(name: str):
     built = sum(parameter.numel() for parameter in load(name).blueprint.parameters())
     assert built == entry.parameters == _expected(entry)
     assert abs(built / entry.published_parameters - 1) < ROUNDING
+
+
+@pytest.mark.parametrize("name", [name for name in catalogue.names() if catalogue.entry(name).active_parameters])
+def test_mixtures_have_the_published_active_parameters(name: str):
+    """All but the experts that a token is not routed to, give or take the embedding, which not all authors count."""
+    entry = catalogue.entry(name)
+    config = entry.config or {}
+    width, top = config["hidden_size"], config["num_experts_per_tok"]
+    experts = config.get("n_routed_experts") or config.get("num_experts") or config["num_local_experts"]
+    layers = config["num_hidden_layers"] - config.get("first_k_dense_replace", 0)
+    each = 3 * width * config.get("moe_intermediate_size", config["intermediate_size"])
+    active = entry.parameters - layers * (experts - top) * each
+    embedding = config["vocab_size"] * width
+    assert (active - embedding) * (1 - ROUNDING) < entry.active_parameters < active * (1 + ROUNDING)
 
 
 @pytest.mark.parametrize("name", catalogue.names())

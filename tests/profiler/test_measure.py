@@ -80,7 +80,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> li
 def test_every_layer_of_a_sequential_has_rows() -> None:
     """All rows are measured; seconds stand where the layer has work: inputs' gradients but in the first layer, weights'
     and the optimizer's where there are weights, and the loss in the last layer."""
-    measured = profile(load_model(f"{__name__}:narrow"), sequence_length=0, micro_batch_sizes=SIZES)
+    measured = profile(load_model(f"{__name__}:narrow"), sequence_lengths=(0,), micro_batch_sizes=SIZES)
     names = ("forward_seconds", "backward_input_seconds", "backward_weight_seconds", "optimizer_seconds")
     expected = {"0": (2, 0, 5, 1), "1": (2, 5, 0, 0), "2": (2, 4, 1, 1), "3": (2, 5, 0, 0), "4": (2 + 3, 4, 1, 1)}
     assert [layer.name for layer in measured.layers] == list(expected)
@@ -92,28 +92,58 @@ def test_every_layer_of_a_sequential_has_rows() -> None:
 
 
 def test_recomputation_costs_what_it_adds_to_the_backward(gpt2: ModelSource) -> None:
-    """Blocks have rows for both recompute modes, which differ by the longer of two backwards in one run."""
-    measured = profile(gpt2, sequence_length=8, micro_batch_sizes=SIZES)
+    """Blocks have rows for all recompute modes, which differ by the longer of two backwards in one run."""
+    measured = profile(gpt2, sequence_lengths=(8,), micro_batch_sizes=SIZES)
     rows = {(row.micro_batch_size, row.recompute): row for row in measured.layers[1].measurements}
-    assert rows.keys() == {(size, mode) for size in SIZES for mode in ("none", "full")}
+    modes = list(dict.fromkeys(mode for _, mode in rows))
+    assert {"none", "full"} <= set(modes)
+    assert rows.keys() == {(size, mode) for size in SIZES for mode in modes}
     for size in SIZES:
-        plain, again = rows[size, "none"], rows[size, "full"]
-        assert (plain.recompute_seconds, again.recompute_seconds) == (0, 9 - 5)
-        assert again.forward_seconds == plain.forward_seconds
-        assert again.backward_weight_seconds == plain.backward_weight_seconds
+        plain = rows[size, "none"]
+        for number, mode in enumerate(modes):
+            again = rows[size, mode]
+            assert again.recompute_seconds == 4 * number  # the fourth phase of each mode is one second longer each
+            assert again.forward_seconds == plain.forward_seconds
+            assert again.backward_weight_seconds == plain.backward_weight_seconds
     assert measured.layers[1].measurements is measured.layers[3].measurements
+
+
+def test_several_lengths_are_one_profile(
+    gpt2: ModelSource, timed: list[LayerWorkload | OptimizerWorkload], tmp_path: Path
+) -> None:
+    """Every length has measured rows of every layer; the journal knows them apart, and optimizers have no length."""
+    journal = tmp_path / "journal.jsonl"
+    first = profile(gpt2, sequence_lengths=(8,), micro_batch_sizes=(1,), journal=journal)
+    timed.clear()
+    both = profile(gpt2, sequence_lengths=(8, 16), micro_batch_sizes=(1,), journal=journal)
+    assert len(timed) == 3
+    for layer, before in zip(both.layers, first.layers, strict=True):
+        rows = layer.measurements
+        assert {row.sequence_length for row in rows} == {8, 16}
+        assert {row.source for row in rows} == {"measured"}
+        assert tuple(row for row in rows if row.sequence_length == 8) == before.measurements
+
+
+def test_the_spread_of_the_samples_is_told(gpt2: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of 10, 20 and 30 seconds have an interquartile range of 10: half of their median."""
+    samples = tuple(tuple(float(scale) for _ in range(20)) for scale in (1, 2, 3))
+    monkeypatch.setattr(measure, "time_phases", lambda *arguments, **limits: Timing(samples))
+    measured = profile(gpt2, sequence_lengths=(8,), micro_batch_sizes=(1,))
+    assert {row.relative_spread for layer in measured.layers for row in layer.measurements} == {0.5}
 
 
 def test_noise_never_makes_seconds_negative(gpt2: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
     """When a part was slower than the whole, the difference is nothing, not less."""
-    monkeypatch.setattr(measure, "time_phases", lambda *arguments, **limits: Timing(((9.0, 8, 7, 6, 5, 4, 3, 2, 1),)))
-    row = profile(gpt2, sequence_length=8, micro_batch_sizes=(1,)).layers[1].measurements[1]
-    assert (row.backward_input_seconds, row.backward_weight_seconds, row.recompute_seconds) == (5, 0, 0)
+    monkeypatch.setattr(
+        measure, "time_phases", lambda *arguments, **limits: Timing((tuple(map(float, range(20, 0, -1))),))
+    )
+    row = profile(gpt2, sequence_lengths=(8,), micro_batch_sizes=(1,)).layers[1].measurements[1]
+    assert (row.backward_input_seconds, row.backward_weight_seconds, row.recompute_seconds) == (16, 0, 0)
 
 
 def test_the_counted_figures_are_kept(gpt2: ModelSource) -> None:
     """FLOPs, sizes and operations are the counted ones; only what the CPU's attention keeps is added."""
-    measured = profile(gpt2, sequence_length=8, micro_batch_sizes=SIZES)
+    measured = profile(gpt2, sequence_lengths=(8,), micro_batch_sizes=SIZES)
     counted = count.profile(gpt2, sequence_length=8, micro_batch_sizes=SIZES)
     assert measured.model_digest == counted.model_digest
     assert measured.shared_parameters == counted.shared_parameters
@@ -122,6 +152,7 @@ def test_the_counted_figures_are_kept(gpt2: ModelSource) -> None:
             changed = {name for name in type(row).model_fields if getattr(row, name) != getattr(expected, name)}
             assert {name for name in changed if not name.endswith("_seconds")} <= {
                 "source",
+                "relative_spread",
                 "activation_bytes",
                 "temporary_bytes",
             }
@@ -132,7 +163,7 @@ def test_twice_the_width_costs_more() -> None:
     """A linear layer twice as wide has four times the FLOPs, in the measured profile too."""
     sources = [load_model(f"{__name__}:{name}") for name in ("narrow", "wide")]
     thin, thick = (
-        profile(each, sequence_length=0, micro_batch_sizes=(4,)).layers[2].measurements[0] for each in sources
+        profile(each, sequence_lengths=(0,), micro_batch_sizes=(4,)).layers[2].measurements[0] for each in sources
     )
     assert thick.forward_flops == 4 * thin.forward_flops
     assert thick.backward_input_flops == 4 * thin.backward_input_flops
@@ -140,7 +171,7 @@ def test_twice_the_width_costs_more() -> None:
 
 def test_the_profile_is_a_document(gpt2: ModelSource) -> None:
     """It reads back as it was written, and tells the conditions it was measured under."""
-    measured = profile(gpt2, sequence_length=8, micro_batch_sizes=(1,))
+    measured = profile(gpt2, sequence_lengths=(8,), micro_batch_sizes=(1,))
     assert parse(ModelProfile, json.loads(measured.model_dump_json(by_alias=True))) == measured
     assert measured.device == "cpu"
     assert measured.device_spec is not None
@@ -151,20 +182,20 @@ def test_the_profile_is_a_document(gpt2: ModelSource) -> None:
 
 def test_equal_layers_are_measured_once(gpt2: ModelSource, timed: list[LayerWorkload | OptimizerWorkload]) -> None:
     """Three equal blocks, embedding and head are three kinds: each is timed per size, and its optimizer once."""
-    profile(gpt2, sequence_length=8, micro_batch_sizes=SIZES)
+    profile(gpt2, sequence_lengths=(8,), micro_batch_sizes=SIZES)
     assert len(timed) == 3 * (len(SIZES) + 1)
 
 
 def test_a_journal_resumes(gpt2: ModelSource, timed: list[LayerWorkload | OptimizerWorkload], tmp_path: Path) -> None:
     """What the journal knows is not measured again, and gives the same seconds; a new size is measured alone."""
     journal = tmp_path / "journal.jsonl"
-    first = profile(gpt2, sequence_length=8, micro_batch_sizes=(1,), journal=journal)
+    first = profile(gpt2, sequence_lengths=(8,), micro_batch_sizes=(1,), journal=journal)
     assert len(timed) == 6
     timed.clear()
-    again = profile(gpt2, sequence_length=8, micro_batch_sizes=(1,), journal=journal)
+    again = profile(gpt2, sequence_lengths=(8,), micro_batch_sizes=(1,), journal=journal)
     assert timed == []
     assert again == first
-    profile(gpt2, sequence_length=8, micro_batch_sizes=SIZES, journal=journal)
+    profile(gpt2, sequence_lengths=(8,), micro_batch_sizes=SIZES, journal=journal)
     assert len(timed) == 3
 
 
@@ -179,9 +210,9 @@ def test_an_interrupted_measurement_goes_on(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        profile(gpt2, sequence_length=8, micro_batch_sizes=SIZES, journal=journal, progress=interrupt)
+        profile(gpt2, sequence_lengths=(8,), micro_batch_sizes=SIZES, journal=journal, progress=interrupt)
     assert len(timed) == 4
-    profile(gpt2, sequence_length=8, micro_batch_sizes=SIZES, journal=journal)
+    profile(gpt2, sequence_lengths=(8,), micro_batch_sizes=SIZES, journal=journal)
     assert len(timed) == 9
 
 
@@ -190,7 +221,7 @@ def test_progress_counts_to_its_end(gpt2: ModelSource) -> None:
     steps: list[tuple[int, int]] = []
     profile(
         gpt2,
-        sequence_length=8,
+        sequence_lengths=(8,),
         micro_batch_sizes=(1,),
         progress=lambda done, total, text: steps.append((done, total)),
     )
@@ -199,7 +230,7 @@ def test_progress_counts_to_its_end(gpt2: ModelSource) -> None:
 
 def test_shards_are_measured_too(tmp_path: Path) -> None:
     """By two, a Llama's rows of both degrees have seconds; the shard's exchanges stay for the cost model to price."""
-    measured = profile(llama(tmp_path), sequence_length=8, micro_batch_sizes=(1,), tensor_parallel_degrees=(1, 2))
+    measured = profile(llama(tmp_path), sequence_lengths=(8,), micro_batch_sizes=(1,), tensor_parallel_degrees=(1, 2))
     rows = [row for row in measured.layers[1].measurements if row.tensor_parallel_degree == 2]
     assert [row.source for row in rows] == ["measured", "measured"]
     assert all(row.collectives for row in rows)
@@ -208,7 +239,7 @@ def test_shards_are_measured_too(tmp_path: Path) -> None:
 @pytest.mark.torchrun
 def test_other_ranks_load_the_machine(gpt2: ModelSource) -> None:
     """With two ranks, a helper runs the same layers; every row has real seconds, and the profile tells how."""
-    measured = profile(gpt2, sequence_length=8, micro_batch_sizes=(1,), concurrency=2, time_budget_seconds=1.0)
+    measured = profile(gpt2, sequence_lengths=(8,), micro_batch_sizes=(1,), concurrency=2, time_budget_seconds=1.0)
     assert measured.environment["concurrency"] == "2"
     rows = [row for layer in measured.layers for row in layer.measurements]
     assert {row.source for row in rows} == {"measured"}
@@ -218,7 +249,9 @@ def test_other_ranks_load_the_machine(gpt2: ModelSource) -> None:
 @pytest.mark.parametrize(
     ("arguments", "kind", "field"),
     [
-        ({"sequence_length": 17}, DocumentError, "sequence_length"),
+        ({"sequence_lengths": (8, 17)}, DocumentError, "sequence_length"),
+        ({"sequence_lengths": ()}, SpecError, "sequence_lengths"),
+        ({"sequence_lengths": (8, 8)}, SpecError, "sequence_lengths"),
         ({"micro_batch_sizes": ()}, DocumentError, "micro_batch_sizes"),
         ({"micro_batch_sizes": (0,)}, DocumentError, "micro_batch_sizes"),
         ({"concurrency": 0}, SpecError, "concurrency"),
@@ -232,7 +265,7 @@ def test_wrong_arguments_are_refused(
 ) -> None:
     """What cannot be measured is an error that names the argument, before anything is measured."""
     with pytest.raises(kind) as caught:
-        profile(gpt2, **{"sequence_length": 8, "micro_batch_sizes": (1,), **arguments})  # type: ignore[arg-type]
+        profile(gpt2, **{"sequence_lengths": (8,), "micro_batch_sizes": (1,), **arguments})  # type: ignore[arg-type]
     assert caught.value.problems[0].field == field
 
 
@@ -240,7 +273,7 @@ def test_shards_alone_cannot_be_measured_beside_others(tmp_path: Path) -> None:
     """With a load, a profile of nothing but shards would hold no measured row, so it is refused."""
     source = llama(tmp_path)
     with pytest.raises(UnsupportedError, match="only whole layers"):
-        profile(source, sequence_length=8, micro_batch_sizes=(1,), tensor_parallel_degrees=(2,), concurrency=2)
+        profile(source, sequence_lengths=(8,), micro_batch_sizes=(1,), tensor_parallel_degrees=(2,), concurrency=2)
 
 
 def test_the_journal_knows_models_of_equal_shapes_apart(
@@ -248,11 +281,11 @@ def test_the_journal_knows_models_of_equal_shapes_apart(
 ) -> None:
     """Another number of heads changes no parameter's shape, but the seconds: the journal's are not taken."""
     journal = tmp_path / "journal.jsonl"
-    profile(gpt2, sequence_length=8, micro_batch_sizes=(1,), journal=journal)
+    profile(gpt2, sequence_lengths=(8,), micro_batch_sizes=(1,), journal=journal)
     timed.clear()
     path = tmp_path / "config.json"
     path.write_text(path.read_text().replace('"n_head": 2', '"n_head": 4'))
     other = load_model(str(path))
     assert other.digest == gpt2.digest
-    profile(other, sequence_length=8, micro_batch_sizes=(1,), journal=journal)
+    profile(other, sequence_lengths=(8,), micro_batch_sizes=(1,), journal=journal)
     assert len(timed) == 6

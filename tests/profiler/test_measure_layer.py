@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from profiler.measure_layer import PHASES, RECOMPUTED_BACKWARD, Bench, LayerWorkload
+from planner.errors import UnsupportedError
+from planner.spec.profile import RecomputeMode
+from profiler.measure_layer import PHASES, Bench, BuiltLayer, LayerWorkload, recomputed_backward
+from profiler.measure_shard import fake_ranks, local
 from profiler.models import ModelSource, load_model
 
 CPU = torch.device("cpu")
@@ -59,8 +63,8 @@ def gradients(workload: LayerWorkload) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("index", [0, 1, 3])
 def test_every_layer_of_a_transformer_runs(gpt2: ModelSource, index: int) -> None:
     """Embedding, block and head run on real tensors, mark every phase, and give every parameter a gradient."""
-    bench = Bench(gpt2, CPU, "fp32", 8)
-    workload = bench.workload(index, 2, bench.build(index))
+    bench = Bench(gpt2, CPU, "fp32")
+    workload = bench.workload(index, (2, 8), bench.build(index))
     assert marks_of(workload) == len(PHASES) + 1
     parameters = dict(workload.layer.stage.named_parameters())
     assert gradients(workload).keys() == parameters.keys() != set()
@@ -68,8 +72,8 @@ def test_every_layer_of_a_transformer_runs(gpt2: ModelSource, index: int) -> Non
 
 def test_gradients_accumulate_once_per_run(linear: ModelSource) -> None:
     """The split backward leaves no gradients behind: two runs add up to twice the gradient of one."""
-    bench = Bench(linear, CPU, "fp32", 0)
-    workload = bench.workload(2, 4, bench.build(2))
+    bench = Bench(linear, CPU, "fp32")
+    workload = bench.workload(2, (4, 0), bench.build(2))
     workload.run(lambda: None)
     once = gradients(workload)
     workload.run(lambda: None)
@@ -78,21 +82,24 @@ def test_gradients_accumulate_once_per_run(linear: ModelSource) -> None:
 
 
 def test_recomputation_runs_beside_the_plain_layer(gpt2: ModelSource) -> None:
-    """With recomputation, four more phases follow, and the recomputed layer gets the gradients of the plain one."""
-    bench = Bench(gpt2, CPU, "fp32", 8)
-    plain, recomputed = bench.build(1), bench.build(1, recompute=True)
+    """For every recompute mode four more phases follow, and recomputed layers get the gradients of the plain one."""
+    bench = Bench(gpt2, CPU, "fp32")
+    modes: tuple[RecomputeMode, ...] = ("selective", "full")
+    plain, recomputed = bench.build(1), {mode: bench.build(1, recompute=mode) for mode in modes}
     plain.stage.eval()  # dropout would differ
-    recomputed.stage.eval()
-    recomputed.stage.load_state_dict(plain.stage.state_dict())
-    workload = bench.workload(1, 2, plain, recomputed)
-    assert marks_of(workload) == RECOMPUTED_BACKWARD + 2
-    for name, parameter in recomputed.stage.named_parameters():
-        torch.testing.assert_close(parameter.grad, gradients(workload)[name])
+    for layer in recomputed.values():
+        layer.stage.eval()
+        layer.stage.load_state_dict(plain.stage.state_dict())
+    workload = bench.workload(1, (2, 8), plain, recomputed)
+    assert marks_of(workload) == recomputed_backward(len(modes) - 1) + 2
+    for layer in recomputed.values():
+        for name, parameter in layer.stage.named_parameters():
+            torch.testing.assert_close(parameter.grad, gradients(workload)[name])
 
 
 def test_only_the_layer_takes_memory(gpt2: ModelSource) -> None:
     """A built block holds its own parameters and no others, and nothing of it is left without storage."""
-    stage = Bench(gpt2, CPU, "fp32", 8).build(2).stage
+    stage = Bench(gpt2, CPU, "fp32").build(2).stage
     names = {name for name, _ in stage.named_parameters()}
     assert names
     assert all(name.startswith("transformer.h.1.") for name in names)
@@ -102,7 +109,7 @@ def test_only_the_layer_takes_memory(gpt2: ModelSource) -> None:
 def test_buffers_hold_the_models_values(llama: ModelSource) -> None:
     """Rotary frequencies are those of the whole model, not empty memory."""
     whole = {name: buffer for name, buffer in llama.build().named_buffers() if "inv_freq" in name}
-    built = dict(Bench(llama, CPU, "fp32", 8).build(1).stage.named_buffers())
+    built = dict(Bench(llama, CPU, "fp32").build(1).stage.named_buffers())
     assert whole
     for name, buffer in whole.items():
         torch.testing.assert_close(built[name], buffer)
@@ -110,52 +117,93 @@ def test_buffers_hold_the_models_values(llama: ModelSource) -> None:
 
 def test_activations_have_the_type_asked_for(gpt2: ModelSource) -> None:
     """In bf16 the layer's inputs and parameters are bf16, token ids stay integers."""
-    bench = Bench(gpt2, CPU, "bf16", 8)
-    block, embedding = bench.workload(1, 1, bench.build(1)), bench.workload(0, 1, bench.build(0))
+    bench = Bench(gpt2, CPU, "bf16")
+    block, embedding = bench.workload(1, (1, 8), bench.build(1)), bench.workload(0, (1, 8), bench.build(0))
     block.run(lambda: None)
-    assert block.inputs.dtype == torch.bfloat16
+    assert block.inputs[0].dtype == torch.bfloat16
     assert {parameter.dtype for parameter in block.layer.stage.parameters()} == {torch.bfloat16}
-    assert embedding.inputs.dtype == torch.int64
+    assert embedding.inputs[0].dtype == torch.int64
 
 
 def test_a_layer_without_parameters_has_only_an_input_gradient(linear: ModelSource) -> None:
     """An activation layer runs and marks all phases, though no parameter gets a gradient."""
-    bench = Bench(linear, CPU, "fp32", 0)
-    workload = bench.workload(1, 4, bench.build(1))
+    bench = Bench(linear, CPU, "fp32")
+    workload = bench.workload(1, (4, 0), bench.build(1))
     assert marks_of(workload) == len(PHASES) + 1
     assert gradients(workload) == {}
 
 
 def test_shards_have_local_shapes(llama: ModelSource) -> None:
-    """By two, a block's column-wise layers have half their rows, its row-wise ones half their columns, and it runs."""
-    bench = Bench(llama, CPU, "fp32", 8)
-    whole, half = (dict(bench.build(1, degree).stage.named_parameters()) for degree in (1, 2))
-    rows = "model.layers.0.mlp.up_proj.weight"
-    columns = "model.layers.0.mlp.down_proj.weight"
+    """By two, a block's column-wise layers have half their rows, its row-wise ones half their columns; it runs, gets
+    gradients of its own shapes, and its optimizer steps on as much."""
+    bench = Bench(llama, CPU, "fp32")
+    whole = dict(bench.build(1).stage.named_parameters())
+    with fake_ranks(2):
+        layer = bench.build(1, 2)
+        workload = bench.workload(1, (2, 8), layer)
+        assert marks_of(workload) == len(PHASES) + 1
+        half = {name: local(each) for name, each in layer.stage.named_parameters()}
+        assert {name: local(each).shape for name, each in gradients(workload).items()} == {
+            name: each.shape for name, each in half.items()
+        }
+        assert bench.optimizer(layer).shapes == tuple(tuple(each.shape) for each in half.values())
+    rows, columns = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
     assert half[rows].shape == (whole[rows].shape[0] // 2, whole[rows].shape[1])
     assert half[columns].shape == (whole[columns].shape[0], whole[columns].shape[1] // 2)
-    assert marks_of(bench.workload(1, 2, bench.build(1, 2))) == len(PHASES) + 1
+    assert not dist.is_initialized()
+
+
+def test_shards_need_a_process_of_their_own() -> None:
+    """A rank of a process group cannot pretend to be a rank of another one."""
+    with fake_ranks(2), pytest.raises(UnsupportedError, match="outside of torchrun"), fake_ranks(4):
+        pass
+
+
+def test_a_layer_may_take_and_give_several_tensors() -> None:
+    """A layer with two inputs, of which one is whole numbers that pass through, runs and trains through the other."""
+
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, values: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.inner(values) + ids[:, None], ids
+
+    values, ids = torch.randn(2, 4), torch.tensor([1, 2])
+    layer = BuiltLayer(Gate(), ["inner"])
+    workload = LayerWorkload(layer, (values, ids), (torch.ones(2, 4), torch.zeros(2)), None, is_first=False)
+    assert marks_of(workload) == len(PHASES) + 1
+    torch.testing.assert_close(gradients(workload)["inner.bias"], torch.full((4,), 2.0))
 
 
 def test_the_cpu_keeps_the_probabilities_of_dropout(gpt2: ModelSource) -> None:
-    """Attention with dropout keeps more on a CPU than the fused kernel, and what grows with the sequence squared."""
-    bench = {length: Bench(gpt2, CPU, "fp32", length) for length in (4, 8, 16)}
-    extra = {length: each.unfused_bytes(1, 1, each.workload(1, 1, each.build(1))) for length, each in bench.items()}
+    """Attention with dropout keeps more on a CPU than the fused kernel, and what grows with the sequence squared; of
+    that, selective recomputation keeps the scores."""
+    extra, cached = {}, {}
+    for length in (4, 8, 16):
+        bench = Bench(gpt2, CPU, "fp32")
+        workload = bench.workload(1, (1, length), bench.build(1))
+        extra[length], cached[length] = bench.unfused_bytes(1, 1, (1, length), workload)
     assert 0 < extra[4] < extra[8] < extra[16]
     assert extra[16] - extra[8] > 2 * (extra[8] - extra[4])
+    for length, kept in cached.items():
+        scores = 2 * length * length * 4  # of two heads
+        assert 0 < kept <= min(extra[length], scores)
+    assert cached[16] - cached[8] > 2 * (cached[8] - cached[4])
 
 
 def test_kept_bytes_of_a_linear_layer(linear: ModelSource) -> None:
     """A linear layer keeps its input and nothing else; the count agrees with the device."""
-    bench = Bench(linear, CPU, "fp32", 0)
-    workload = bench.workload(0, 4, bench.build(0))
+    bench = Bench(linear, CPU, "fp32")
+    workload = bench.workload(0, (4, 0), bench.build(0))
     assert workload.kept_bytes() == 4 * 8 * 4
-    assert bench.unfused_bytes(0, 1, workload) == 0
+    assert bench.unfused_bytes(0, 1, (4, 0), workload) == (0, 0)
 
 
 def test_the_optimizer_steps_on_as_many_parameters(gpt2: ModelSource) -> None:
     """The optimizer's work has the layer's shapes, in fp32 whatever the layer's type, and moves every parameter."""
-    bench = Bench(gpt2, CPU, "bf16", 8)
+    bench = Bench(gpt2, CPU, "bf16")
     layer = bench.build(1)
     workload = bench.optimizer(layer)
     marks: list[None] = []

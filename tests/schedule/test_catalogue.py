@@ -28,6 +28,7 @@ from planner.schedule import build, canonical_name, find, names
         ("Seq1F1B", "seqpipe"),
         ("SeqSmartVPP", "seqsmartvpp"),
         ("InterleavedZeroBubble", "zb-h1"),
+        ("Synthesised", "synthesized"),
     ],
 )
 def test_names_of_other_frameworks_are_known(written: str, canonical: str) -> None:
@@ -52,6 +53,14 @@ def test_no_alias_is_claimed_twice() -> None:
 def test_runnable_schedules() -> None:
     """The executor runs these; the others are for simulation."""
     assert names(runnable_only=True) == ("gpipe", "1f1b")
+
+
+def test_synthesized_is_known_and_needs_durations() -> None:
+    """Its name stands among the others; whoever wants it from numbers alone is told who makes it."""
+    assert set(names()) - set(names(fixed_only=True)) == {"synthesized"}
+    with pytest.raises(LayoutError, match=r"order for given durations.*ranks\(4\)") as refused:
+        build("synthesized", ranks=4, micro_batches=8)
+    assert "synthesize(durations" in refused.value.problems[0].mend
 
 
 def test_virtual_stages_default_to_the_fewest() -> None:

@@ -38,6 +38,22 @@ def test_the_memory_optimised_order_pays_for_every_micro_batch(micro_batches: in
     assert paid.makespan - free.makespan == 14
 
 
+@given(st.sampled_from([2, 4, 6]), st.integers(1, 4), st.integers(2, 3))
+def test_seqsmartvpp_pays_as_much(ranks: int, rounds: int, virtual: int) -> None:
+    """Without chunks it is the memory-optimised order, so its cost grows with M too."""
+    numbers = {"ranks": ranks, "micro_batches": rounds * ranks, "virtual_stages": virtual}
+    assert build("seqsmartvpp", **numbers).actions == build("interleaved-memory-optimised", **numbers).actions
+
+
+@given(st.integers(2, 6), st.integers(1, 14), st.integers(1, 20), st.integers(1, 20), st.data())
+def test_eager_1f1b(ranks: int, micro_batches: int, forward: int, backward: int, data: st.DataObject) -> None:
+    """It pays 2 (P - 1) c as long as a transfer takes no longer than half of a forward and a backward."""
+    transfer = data.draw(st.integers(0, (forward + backward) // 2))
+    durations = Durations.uniform(ranks, forward=forward, backward_input=backward, backward_weight=0, transfer=transfer)
+    made = simulate(build("eager-1f1b", ranks=ranks, micro_batches=micro_batches), durations)
+    assert made.makespan == (micro_batches + ranks - 1) * (forward + backward) + 2 * (ranks - 1) * transfer
+
+
 @given(st.integers(2, 6), st.integers(0, 6))
 def test_zero_bubble_spans(ranks: int, more: int) -> None:
     """For M >= 2 P - 1 and f = i = w: 4 (P - 1) c, 2 (P - 1) c and (6 P - 8) c in span, whatever M."""

@@ -67,7 +67,9 @@ def test_degrees_and_sizes(instance: Instance, wishes: dict[str, Any]) -> None:
 
 
 @settings(max_examples=30)
-@given(instances(), st.sampled_from(["none", "full", ("none", "full"), ("full", "selective"), "per-layer"]))
+@given(
+    instances(), st.sampled_from(["none", "selective", "full", ("none", "full"), ("full", "selective"), "per-layer"])
+)
 def test_recompute(instance: Instance, wish: str | tuple[str, ...]) -> None:
     """Layers that offer a wished mode take one of them, the others keep what they have; per-layer is any mix."""
     found, priced = ask(instance, recompute=wish)
@@ -87,6 +89,21 @@ def test_schedules(instance: Instance, wish: str | tuple[str, ...]) -> None:
     """Only the wished schedules."""
     found, priced = ask(instance, schedule=wish)
     expect_best(found, [one for one in priced if one.layout.schedule in wish], instance)
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
+def test_optimizers_of_whole_matrices_take_no_tensor_parallelism(optimizer: str) -> None:
+    """Their layouts have degree 1 alone; asking for more is refused with the reason, before any search."""
+    model = profile(layer(parameters=1000, matrices=800, factored=100, temporary=10**6) * 2, degrees=(1, 2, 4))
+    step = job(optimizer=optimizer)
+    found = plan(request(model, cluster(4), step), model)
+    assert isinstance(found, Plan)
+    assert check(found, model).ok
+    assert {one.layout.tensor_parallel_degree for one in (found, *found.alternatives)} == {1}
+    fixed = step.model_copy(update={"constraints": {"tensor_parallel_degree": 2}})
+    with pytest.raises(UnsupportedError, match=f"must be 1 with {optimizer}") as caught:
+        plan(request(model, cluster(4), fixed), model)
+    assert caught.value.problems[0].field == "job.constraints.tensor_parallel_degree"
 
 
 def test_schedule_aliases_are_understood() -> None:

@@ -54,6 +54,9 @@ TWO_RANKS = {
     "tp2-bf16-mixed": Case("llama", (6,), {"tensor": 2, "precision": "bf16-mixed"}),
     "tp2-fp16-mixed": Case("llama", (6,), {"tensor": 2, "precision": "fp16-mixed"}, clip=0.5),
     "pp2-bf16": Case("gpt2", (4, 2), {"precision": "bf16"}, clip=0.5),
+    "dp2-muon": Case("llama", (6,), {"data": 2, "optimizer": "muon"}, clip=0.5),
+    "pp2-muon": Case("gpt2", (2, 4), {"optimizer": "muon"}),
+    "pp2-adafactor": Case("gpt2", (2, 4), {"optimizer": "adafactor"}, learning_rate=0.01),
     # One step of plain SGD with rate 1 moves every parameter by its gradient.
     "gradients": Case("gpt2", (3, 3), {"optimizer": "sgd"}, steps=1, learning_rate=1.0),
     "gradients-tp2": Case("qwen3", (6,), {"tensor": 2, "optimizer": "sgd"}, steps=1, learning_rate=1.0),

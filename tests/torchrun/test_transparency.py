@@ -20,8 +20,16 @@ FP16_TOLERANCE = 1e-3
 """Of losses near 44, which is eight times a usual one."""
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-5
-HALF_TOLERANCE = {"tp2-bf16-mixed": 5e-3, "tp2-fp16-mixed": 1e-3, "pp2-bf16": 5e-3}
-"""Of losses near 5.5, where other sums are rounded than in the single process of the same precision."""
+HALF_TOLERANCE = {
+    "tp2-bf16-mixed": 5e-3,
+    "tp2-fp16-mixed": 1e-3,
+    "pp2-bf16": 5e-3,
+    "dp2-muon": 1e-5,
+    "pp2-muon": 1e-5,
+}
+"""Of losses near 5.5, where other sums are rounded than in the single process of the same precision. Muon iterates in
+bf16, which makes differences in a gradient's last digits larger wherever the gradient has small singular values.
+"""
 
 
 def _launch(ranks: int, folder: Path) -> dict[str, Any]:
@@ -53,6 +61,7 @@ def test_two_ranks_train_as_one_process(case: str, two_ranks: dict[str, Any]) ->
         assert two_ranks[case]["names"]
         assert two_ranks[case]["loss"] < HALF_TOLERANCE[case]
         assert len(set(two_ranks[case]["scales"])) == 1
+        assert two_ranks[case]["moved"] > 100 * TOLERANCE
     else:
         _check(two_ranks[case])
 

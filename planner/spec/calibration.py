@@ -99,7 +99,7 @@ def constants_for(framework: str, architecture: str, calibrations: tuple[Calibra
 @cache
 def shipped() -> tuple[Calibration, ...]:
     """What comes with the package."""
-    return parse(files("planner.cost").joinpath("calibration.json").read_text(encoding="utf-8"), "calibration.json")
+    return parse(files("planner.spec").joinpath("calibration.json").read_text(encoding="utf-8"), "calibration.json")
 
 
 def load(path: Path) -> tuple[Calibration, ...]:

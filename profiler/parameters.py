@@ -1,0 +1,74 @@
+"""What optimizers ask of a layer's parameters: which are matrices of hidden layers, and how they factor.
+
+Muon       orthogonalises matrices of hidden layers: 2-D parameters that stand in neither the first nor the last
+           layer, look nothing up (embeddings), and are not shared by several layers (Jordan et al. 2024)
+Adafactor  keeps the mean of every row and column of a matrix, by its last two dimensions; all of a vector
+           (Shazeer, Stern 2018, section 3)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import prod
+
+from torch import nn
+
+from profiler.cut import LayerCut
+
+NEWTON_SCHULZ_STEPS = 5
+"""Of `torch.optim.Muon`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterShapes:
+    """Parameters of a layer, or of one rank's shard of it."""
+
+    elements: int
+    matrix_elements: int
+    """Of matrices of hidden layers."""
+    muon_flops: int
+    """Of one Muon step over them."""
+    factored_elements: int
+    """Numbers that Adafactor keeps."""
+
+
+def hidden_matrices(model: nn.Module, cut: LayerCut) -> frozenset[str]:
+    """Qualified names of the parameters that Muon orthogonalises; AdamW takes the rest.
+
+    Args:
+        model: the whole model, without storage if need be.
+    """
+    inner = [f"{module}." for layer in cut.layers[1:-1] for module in layer.modules]
+    shared = {name for group in cut.shared_parameters for name in group.names}
+    looked_up = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, nn.Embedding)}
+    return frozenset(
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 2 and name.startswith(tuple(inner)) and name not in shared | looked_up
+    )
+
+
+def shapes_of(module: nn.Module, hidden: Collection[str]) -> ParameterShapes:
+    """Sums over the parameters of a stage, each once; `hidden` as `hidden_matrices` tells."""
+    parameters = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    matrices = [shape for name, shape in parameters.items() if name in hidden]
+    return ParameterShapes(
+        elements=sum(map(prod, parameters.values())),
+        matrix_elements=sum(map(prod, matrices)),
+        muon_flops=sum(map(_muon_flops, matrices)),
+        factored_elements=sum(map(factored_elements, parameters.values())),
+    )
+
+
+def factored_elements(shape: tuple[int, ...]) -> int:
+    """Rows + columns, of each matrix in the last two dimensions; all elements of a vector."""
+    if len(shape) < 2:
+        return prod(shape)
+    return prod(shape[:-1]) + prod(shape[:-2]) * shape[-1]
+
+
+def _muon_flops(shape: tuple[int, ...]) -> int:
+    """Newton-Schulz on (m, n), m <= n: per step X X^T, a square product, and its product with X."""
+    m, n = sorted(shape)
+    return NEWTON_SCHULZ_STEPS * (2 * m * m * n + 2 * m**3 + 2 * m * m * n)

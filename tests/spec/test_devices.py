@@ -1,0 +1,144 @@
+"""The device catalogue: figures that fit together, each with its source; links by domain; nearest names."""
+
+from __future__ import annotations
+
+import csv
+from importlib.resources import files
+from typing import Any
+
+import pytest
+
+from planner.errors import DocumentError, UnknownNameError
+from planner.spec import DeviceSpec, NodeGroup, ScaleUp
+from planner.spec.devices import (
+    ASSUMED,
+    DEFAULT_ACHIEVABLE_FRACTION,
+    SOURCES,
+    catalogue,
+    device_price_per_hour,
+    find_device,
+    links_of,
+    nearest_devices,
+)
+
+DOUBLING = pytest.approx(2, rel=0.03)
+
+
+def group(device: str | DeviceSpec, *, nodes: int = 1, devices_per_node: int = 8, **fields: Any) -> NodeGroup:
+    """A node group of this device."""
+    return NodeGroup(device=device, nodes=nodes, devices_per_node=devices_per_node, **fields)
+
+
+def bandwidths(wanted: NodeGroup) -> tuple[float, float | None]:
+    """Of the links inside and between nodes."""
+    intra, inter = links_of(wanted)
+    return intra.bandwidth_bytes_per_second, inter and inter.bandwidth_bytes_per_second
+
+
+@pytest.mark.parametrize("identifier", catalogue())
+def test_peaks_are_dense(identifier: str) -> None:
+    """Every narrower type doubles the rate, as cores do without sparsity; a sparse figure would stand out."""
+    peaks = catalogue()[identifier].spec.peak_flops_per_second
+    assert peaks
+    if "fp8" in peaks:
+        assert peaks["fp8"] / peaks["bf16"] == DOUBLING
+    if "bf16" in peaks:
+        assert peaks["bf16"] == peaks["fp16"]
+    if "tf32" in peaks:
+        assert peaks["bf16"] / peaks["tf32"] == DOUBLING
+        assert peaks.get("fp32", 0) <= peaks["tf32"]
+
+
+@pytest.mark.parametrize("identifier", catalogue())
+def test_every_figure_has_a_source(identifier: str) -> None:
+    """What the data sheet tells is told with where it stands; what is assumed says so."""
+    spec = catalogue()[identifier].spec
+    told = {field for field in SOURCES if getattr(spec, field) not in (None, {})}
+    assert told == set(spec.sources)
+    assert all(spec.sources.values())
+    assert (spec.sources["achievable_fraction"] == ASSUMED) == (spec.achievable_fraction == DEFAULT_ACHIEVABLE_FRACTION)
+
+
+def test_measured_fractions_are_those_of_the_cited_figure() -> None:
+    """Best measured product / peak, as rounded in the table; those of the H200 are the H100's."""
+    rows = csv.DictReader(files("planner.spec").joinpath("devices.csv").read_text(encoding="utf-8").splitlines())
+    for row in rows:
+        if row["achievable_source"]:
+            measured = float(row["achievable_source"].rpartition(":")[2].removesuffix("TFLOPS")) * 1e12
+            assert measured / float(row["bf16_flops_per_second"]) == pytest.approx(
+                float(row["achievable_fraction"]), abs=1e-3
+            )
+
+
+@pytest.mark.parametrize("identifier", catalogue())
+def test_links_fit_together(identifier: str) -> None:
+    """One pair gets at most the whole; the node's link is faster than the network; a switch gives a pair all of it."""
+    device = catalogue()[identifier]
+    scale_up = device.spec.scale_up
+    if scale_up is not None:
+        pair = scale_up.pair_bandwidth_bytes_per_second or 0
+        assert 0 < pair <= scale_up.bandwidth_bytes_per_second
+        if scale_up.topology == "switch":
+            assert pair == scale_up.bandwidth_bytes_per_second
+    if device.inter_node is not None:
+        assert device.inter_node.bandwidth_bytes_per_second < device.intra_node.bandwidth_bytes_per_second
+
+
+def test_a_bridge_joins_two_cards() -> None:
+    """Two PCIe cards reach each other over their bridge, eight over the host."""
+    pair, _ = bandwidths(group("a100-pcie-80gb", devices_per_node=2))
+    node, _ = bandwidths(group("a100-pcie-80gb"))
+    assert (pair, node) == (300e9, 31e9)
+
+
+def test_a_scale_up_domain_may_hold_many_nodes() -> None:
+    """18 nodes of 4 are one NVL72 rack, linked by NVLink also between nodes; a 19th needs the network."""
+    rack, room = (group("gb200-nvl72-186gb", nodes=nodes, devices_per_node=4) for nodes in (18, 19))
+    assert bandwidths(rack) == (900e9, 900e9)
+    assert bandwidths(room) == (900e9, 50e9)
+
+
+def test_own_devices_bring_their_links() -> None:
+    """An inline device with a data sheet of links needs no further link; without, the missing one is named."""
+    ring = ScaleUp(topology="ring", domain_devices=4, bandwidth_bytes_per_second=1e11)
+    mine = DeviceSpec(id="mine", memory_bytes=1, scale_up=ring, network_bandwidth_bytes_per_second=1e9)
+    assert bandwidths(group(mine, nodes=2, devices_per_node=4)) == (1e11, 1e9)
+    with pytest.raises(DocumentError) as caught:
+        links_of(group(mine, devices_per_node=8))
+    assert caught.value.problems[0].field == "node_groups[0].intra_node"
+
+
+@pytest.mark.parametrize(
+    ("wish", "found"),
+    [
+        ("h100", "h100-sxm5-80gb"),
+        ("H100 SXM", "h100-sxm5-80gb"),
+        ("a100-sxm-80gb", "a100-sxm4-80gb"),
+        ("mi300", "mi300x-192gb"),
+        ("4090", "rtx4090-24gb"),
+        ("gb200", "gb200-nvl72-186gb"),
+        ("b20-sxm-180gb", "b200-sxm-180gb"),
+    ],
+)
+def test_unknown_devices_are_answered_with_the_nearest(wish: str, found: str) -> None:
+    """A part of the name or a misspelling leads to the device."""
+    assert nearest_devices(wish)[0] == found
+    with pytest.raises(UnknownNameError, match=rf"Did you mean {found}"):
+        find_device(wish)
+
+
+@pytest.mark.parametrize("wish", ["", "tpu-v5p", "--"])
+def test_devices_far_from_all_are_answered_with_the_whole_list(wish: str) -> None:
+    """Nothing is guessed; the list and the way to an own device are given."""
+    assert nearest_devices(wish) == ()
+    with pytest.raises(UnknownNameError, match=r"inline device with id and memory_bytes\. Use one of v100"):
+        find_device(wish)
+
+
+def test_the_price_of_the_group_comes_first() -> None:
+    """A group's price overrides its device's; nobody's price is none, and the catalogue has none."""
+    priced = DeviceSpec(id="mine", memory_bytes=1, price_per_hour=2.0)
+    assert device_price_per_hour(group(priced)) == 2.0
+    assert device_price_per_hour(group(priced, price_per_hour=0.0)) == 0.0
+    assert device_price_per_hour(group("h100-sxm5-80gb", price_per_hour=3.0)) == 3.0
+    assert [each for each in catalogue() if device_price_per_hour(group(each)) is not None] == []
