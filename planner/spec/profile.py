@@ -129,7 +129,11 @@ class LayerProfile(Document):
 
 
 class SkipEdge(Document):
-    """A tensor that a later layer takes besides the output of the layer before it."""
+    """Tensors that a later layer takes besides what the layer before it made.
+
+    A tensor that several layers take travels from one to the next: each edge starts at the last layer that had it, so
+    that a boundary is crossed by every tensor once.
+    """
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -137,6 +141,8 @@ class SkipEdge(Document):
     to: str
     bytes: int = Field(ge=0)
     """Per sample."""
+    sequence_length: int = Field(default=0, ge=0)
+    """Tokens per sample that `bytes` holds for, in proportion for other lengths; 0: for every length."""
 
 
 class SharedParameters(Document):
