@@ -83,6 +83,9 @@ class Chain(Protocol):
     def borders(self, model: nn.Module, inputs: InputMaker, size: Size) -> Borders:
         """Tensors at the borders of the layers of the whole model, which is on meta."""
 
+    def readers(self, index: int, place: int) -> list[tuple[int, int]]:
+        """(layer, place among what it takes) of all layers that read this tensor of what layer `index` makes."""
+
     def edges(self, sequence_length: int, dtype: torch.dtype) -> tuple[SkipEdge, ...]:
         """Tensors that layers take besides what the layer before made."""
 
@@ -114,6 +117,10 @@ class TensorChain:
         given = inputs(*size)
         crossing = (given, *((output,) for output in self.outputs(model, given[0])))
         return Borders(crossing, crossing[:-1], crossing[1:], tuple(output.nbytes for (output,) in crossing[1:]))
+
+    def readers(self, index: int, place: int) -> list[tuple[int, int]]:
+        """The next layer."""
+        return [(index + 1, 0)]
 
     def edges(self, sequence_length: int, dtype: torch.dtype) -> tuple[SkipEdge, ...]:
         """None."""

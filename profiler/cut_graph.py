@@ -229,8 +229,9 @@ class GraphChain:
         return {layer.name: stage.__dict__["forward"].layers[index]}
 
     def borders(self, model: nn.Module, inputs: InputMaker, size: Size) -> Borders:
-        """By the traced run at this size."""
-        flow = self.tracer.flow(size)
+        """By the traced run at this size, in the type of the given model."""
+        kinds = [each.dtype for each in model.parameters() if each.is_floating_point()]
+        flow = self.tracer.flow(size, kinds[0] if kinds else None)
         count = len(self.runs)
 
         def on_meta(values: Iterable[int]) -> Tensors:
@@ -250,6 +251,13 @@ class GraphChain:
         stop = self.runs[index + 1].stop if index + 1 < len(self.runs) else len(flow.trace.steps) + 1
         made = self.runs[index].makes(flow)
         return tuple(value for value in made if any(self.runs[index].stop <= at < stop for at in flow.readers[value]))
+
+    def readers(self, index: int, place: int) -> list[tuple[int, int]]:
+        """(layer, place among what it takes) of all layers that read this tensor of what layer `index` makes."""
+        flow = self.reference
+        value = self.runs[index].makes(flow)[place]
+        taken = [(at, run.takes(flow)) for at, run in enumerate(self.runs)]
+        return [(at, values.index(value)) for at, values in taken if value in values]
 
     def edges(self, sequence_length: int, dtype: torch.dtype) -> tuple[SkipEdge, ...]:
         """See `skip_edges`."""

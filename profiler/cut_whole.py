@@ -65,6 +65,10 @@ class WholeChain:
             output = _run(model, self.keywords, given)
         return Borders((given, output), (given,), (output,), (sum(each.nbytes for each in output),))
 
+    def readers(self, index: int, place: int) -> list[tuple[int, int]]:
+        """Nobody."""
+        return []
+
     def edges(self, sequence_length: int, dtype: torch.dtype) -> tuple[SkipEdge, ...]:
         """None."""
         return ()

@@ -172,6 +172,9 @@ class ModelProfile(Document):
     """sha256 over the names and shapes of the model's parameters; tells a profile of another model."""
     tokens_per_sample: int = Field(default=0, ge=0)
     """Longest sequence that the model takes; 0 for models without a sequence."""
+    cut: tuple[str, ...] = ()
+    """Modules before which the user let a layer start, ``*`` for one component of a name; empty: found by the
+    profiler's rules."""
     layers: tuple[LayerProfile, ...] = Field(min_length=1)
     edges: tuple[SkipEdge, ...] = ()
     shared_parameters: tuple[SharedParameters, ...] = ()
