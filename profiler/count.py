@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from planner.spec.profile import DataType, Measurement, ModelProfile, RecomputeMode
 from profiler import tensor_parallel
-from profiler.cut import CutLayer
+from profiler.cut import Borders, CutLayer, Size, TensorChain
 from profiler.layer_count import LayerRun, LayerTrace
 from profiler.models import ModelSource
 from profiler.quantities import LayerCount, Limits, layer_profiles
@@ -44,9 +44,11 @@ class Counter:
     def __init__(self, source: ModelSource, dtype: DataType) -> None:
         self.source = source
         self.dtype = TORCH_TYPES[dtype]
-        self.layers = source.cut().layers
+        self.cut = source.cut()
+        self.layers = self.cut.layers
+        self._known_borders: dict[Size, Borders] = {}
         self._stages: dict[tuple[int, int], tuple[nn.Module, Exchanges]] = {}
-        self._traces: dict[tuple[str, tuple[int, int], int], LayerTrace] = {}
+        self._traces: dict[tuple[str, Size, int], LayerTrace] = {}
 
     @cached_property
     def representatives(self) -> dict[str, int]:
@@ -69,38 +71,66 @@ class Counter:
         """Count the layer of this kind on one rank of a tensor-parallel group of this degree."""
         size = (micro_batch_size, sequence_length)
         trace = self._trace(kind, size, degree)
+        if not isinstance(self.cut.chain, TensorChain):
+            return trace.keeping(self._unclaimed_bytes(kind, trace, size)).count
         before = {
             self.layers[index - 1].kind for index, layer in enumerate(self.layers) if layer.kind == kind and index
         }
-        if not trace.keeps_input and any(self._trace(other, size, degree).keeps_output for other in before):
+        if not trace.keeps_inputs[0] and any(self._trace(other, size, degree).keeps_outputs[0] for other in before):
             # Who keeps its own output (an activation in place) does not count it: the layer that takes it does.
-            trace = trace.keeping_input()
+            trace = trace.keeping(trace.count.input_bytes)
         return trace.count
 
-    def _trace(self, kind: str, size: tuple[int, int], degree: int) -> LayerTrace:
+    def _unclaimed_bytes(self, kind: str, trace: LayerTrace, size: Size) -> int:
+        """Of outputs that the layer keeps (activations in place), and that no layer that takes them keeps too."""
+        index = self.representatives[kind]
+        total = 0
+        for place, output in enumerate(trace.outputs):
+            readers = self.cut.chain.readers(index, place)
+            claimed = any(self._trace(self.layers[at].kind, size, 1).keeps_inputs[where] for at, where in readers)
+            if trace.keeps_outputs[place] and readers and not claimed:
+                total += output.nbytes
+        return total
+
+    def _trace(self, kind: str, size: Size, degree: int) -> LayerTrace:
         key = (kind, size, degree)
         if key not in self._traces:
             index = self.representatives[kind]
             stage, exchanges = self._stage(index, degree)
             with_loss = index == len(self.layers) - 1
-            run = LayerRun(stage, self.layers[index].modules, exchanges, with_loss=with_loss)
-            self._traces[key] = run.trace(self._inputs(index, size), is_first=index == 0)
+            run = LayerRun(stage, self.cut.parts(stage, index).values(), exchanges, with_loss=with_loss)
+            is_simple = isinstance(self.cut.chain, TensorChain)
+            handed = None if is_simple else self._borders(size).output_bytes[index]
+            self._traces[key] = run.trace(self._inputs(index, size), handed_bytes=handed)
         return self._traces[key]
 
-    def _inputs(self, index: int, size: tuple[int, int]) -> Tensor:
-        """What the layer takes: the output of the layer before, shaped as that layer's kind gives it."""
+    def _inputs(self, index: int, size: Size) -> tuple[Tensor, ...]:
+        """What the layer takes; in a chain the output of the layer before, shaped as that layer's kind gives it, which
+        needs no run of the whole model."""
+        if not isinstance(self.cut.chain, TensorChain):
+            return self._borders(size).takes[index]
         if index == 0:
-            inputs = self.source.example_inputs(*size, "meta")[0]
-            return inputs.to(self.dtype) if inputs.is_floating_point() else inputs
-        shape = self._trace(self.layers[index - 1].kind, size, 1).output_shape
-        return torch.empty(shape, dtype=self.dtype, device="meta")
+            return self._examples(*size)[:1]
+        (output,) = self._trace(self.layers[index - 1].kind, size, 1).outputs
+        return (torch.empty(output.shape, dtype=self.dtype, device="meta", requires_grad=True),)
+
+    def _examples(self, micro_batch_size: int, sequence_length: int) -> tuple[Tensor, ...]:
+        inputs = self.source.example_inputs(micro_batch_size, sequence_length, "meta")
+        return tuple(each.to(self.dtype) if each.is_floating_point() else each for each in inputs)
+
+    def _borders(self, size: Size) -> Borders:
+        if size not in self._known_borders:
+            with _building(self.dtype):
+                model = self.source.build()
+            self._known_borders[size] = self.cut.chain.borders(model, self._examples, size)
+        return self._known_borders[size]
 
     def _stage(self, index: int, degree: int) -> tuple[nn.Module, Exchanges]:
         if (index, degree) not in self._stages:
             with _building(self.dtype):
                 model = self.source.build()
             styles = tensor_parallel.plan(self.source) if degree > 1 else {}
-            stage = self.source.cut().stage(model, index, index + 1)
+            stage = self.cut.layer(model, index)
             exchanges = shard(stage, tensor_parallel.split_modules(stage, styles), degree)
             for parameter in stage.parameters():
                 parameter.grad = torch.empty_like(parameter)
@@ -110,7 +140,8 @@ class Counter:
 
 def _elements(source: ModelSource, layer: CutLayer) -> int:
     modules = [source.blueprint.get_submodule(name) for name in layer.modules]
-    parameters = {id(each): each for module in modules for each in module.parameters()}
+    own = [source.blueprint.get_parameter(name) for name in layer.parameters]
+    parameters = {id(each): each for each in (*own, *(each for module in modules for each in module.parameters()))}
     return sum(parameter.numel() for parameter in parameters.values())
 
 
@@ -187,6 +218,13 @@ def profile(
         layers=layer_profiles(
             ((layer.name, layer.kind, layer.modules) for layer in counter.layers), counter.parameters, rows
         ),
-        shared_parameters=source.cut().shared_parameters,
-        environment={"torch": torch.__version__.partition("+")[0]},
+        edges=source.edges(sequence_length, counter.dtype),
+        shared_parameters=counter.cut.shared_parameters,
+        cut=source.starts,
+        environment={"torch": torch.__version__.partition("+")[0]} | _reason(counter.cut.reason),
     )
+
+
+def _reason(reason: str) -> dict[str, str]:
+    """Why the model is a single layer, for people."""
+    return {"cut": f"one layer: {reason}"} if reason else {}

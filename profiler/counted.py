@@ -42,10 +42,9 @@ def counted_profile(
         UnknownNameError: no such model in the catalogue.
         DocumentError: a size or degree that the model does not take.
     """
-    takes_tokens = entry(name).config is not None
     data = _stored(name)
     degrees = tuple(data["tensor_parallel_degrees"] if tensor_parallel_degrees is None else tensor_parallel_degrees)
-    limits = Limits(name, takes_tokens, data["longest_sequence"], tuple(data["tensor_parallel_degrees"]))
+    limits = Limits(name, entry(name).takes_tokens, data["longest_sequence"], tuple(data["tensor_parallel_degrees"]))
     limits.check(sequence_length, micro_batch_sizes, degrees)
     sizes = [(size, sequence_length, degree) for degree in degrees for size in micro_batch_sizes]
     return ModelProfile(

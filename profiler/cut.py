@@ -4,22 +4,24 @@ A stage is made from the whole model by taking away what other stages own, so pa
 the user's model: checkpoints and seeds agree whatever the split. This works on a meta model, so that a rank never holds
 the parameters of another stage.
 
-Two forms of models are known: `nn.Sequential` (as torchgpipe's GPipe takes it), where every child is a layer, and the
-transformers of Hugging Face (`profiler.transformer_cut`). Others are refused rather than split by a guess.
+Any module can be cut (`profiler.cut_graph`). Two common forms need no traced run, so that their stages are shorter: the
+children of an `nn.Sequential` (as torchgpipe's GPipe takes it), and the blocks of a language model of transformers
+(`profiler.transformer_cut`). A model that nobody can cut is a single layer, and the cut says why.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from planner.errors import LayoutError, UnsupportedError
-from planner.spec.profile import RecomputeMode, SharedParameters
+from planner.spec.profile import RecomputeMode, SharedParameters, SkipEdge
 from profiler.recompute import recompute as recompute_module
 
 Recompute = Mapping[int, RecomputeMode]
@@ -36,18 +38,93 @@ class CutLayer:
     """Layers of one kind have the same structure, shapes and input: they are counted and measured once."""
     modules: tuple[str, ...]
     """Qualified names in the user's model; everything below them belongs to the layer."""
+    parameters: tuple[str, ...] = ()
+    """Qualified names of parameters that the layer uses without their modules."""
     recomputable: bool = True
     """May keep only its input and run its forward again in the backward."""
 
 
+Size = tuple[int, int]
+"""Micro-batch size and sequence length."""
+Tensors = tuple[Tensor, ...]
+InputMaker = Callable[[int, int], Tensors]
+"""(micro-batch size, sequence length) -> meta tensors that the model takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Borders:
+    """The tensors of one micro-batch at the borders of all layers, on meta; what carries gradients requires them."""
+
+    crossing: tuple[Tensors, ...]
+    """Before every layer and behind the last one: what stages hand on."""
+    takes: tuple[Tensors, ...]
+    """What every layer reads."""
+    makes: tuple[Tensors, ...]
+    """What every layer makes for later ones; the last one, what the model returns."""
+    output_bytes: tuple[int, ...]
+    """Of what every layer makes for the next one."""
+
+
 class Chain(Protocol):
-    """A model as a chain of layers, each taking the output of the one before."""
+    """How the layers of a model are run by themselves."""
+
+    keeps_tree: bool
+    """Do stages keep the whole module tree, with stand-ins in it, so that the model's own initialisation works?"""
 
     def stage(self, model: nn.Module, start: int, stop: int) -> nn.Module:
-        """Take all layers but start..stop (exclusive) out of the model, in place; forward(x) -> y of what is left."""
+        """Take all layers but start..stop (exclusive) out of the model, in place; forward of what is left."""
 
-    def outputs(self, model: nn.Module, inputs: Tensor) -> tuple[Tensor, ...]:
+    def layer(self, model: nn.Module, index: int) -> nn.Module:
+        """A stage of one layer, without what only passes through it."""
+
+    def parts(self, stage: nn.Module, index: int, layer: CutLayer) -> dict[str, nn.Module]:
+        """The modules of a stage that run a layer, in order, by names that are the same in every stage."""
+
+    def borders(self, model: nn.Module, inputs: InputMaker, size: Size) -> Borders:
+        """Tensors at the borders of the layers of the whole model, which is on meta."""
+
+    def readers(self, index: int, place: int) -> list[tuple[int, int]]:
+        """(layer, place among what it takes) of all layers that read this tensor of what layer `index` makes."""
+
+    def edges(self, sequence_length: int, dtype: torch.dtype) -> tuple[SkipEdge, ...]:
+        """Tensors that layers take besides what the layer before made."""
+
+
+class TensorChain:
+    """Base of chains that hand on one tensor."""
+
+    keeps_tree = False
+
+    def layer(self, model: nn.Module, index: int) -> nn.Module:
+        """Nothing passes through."""
+        return self.stage(model, index, index + 1)
+
+    def stage(self, model: nn.Module, start: int, stop: int) -> nn.Module:
+        """See `Chain.stage`."""
+        raise NotImplementedError
+
+    def outputs(self, model: nn.Module, inputs: Tensor) -> Tensors:
         """The output of every layer of the whole model."""
+        raise NotImplementedError
+
+    def parts(self, stage: nn.Module, index: int, layer: CutLayer) -> dict[str, nn.Module]:
+        """The layer's own modules, those that are there."""
+        held = dict(stage.named_modules())
+        return {name: held[name] for name in layer.modules if name in held}
+
+    def borders(self, model: nn.Module, inputs: InputMaker, size: Size) -> Borders:
+        """One tensor at every border."""
+        given = inputs(*size)
+        crossing = (given, *((output,) for output in self.outputs(model, given[0])))
+        return Borders(crossing, crossing[:-1], crossing[1:], tuple(output.nbytes for (output,) in crossing[1:]))
+
+    def readers(self, index: int, place: int) -> list[tuple[int, int]]:
+        """The next layer."""
+        return [(index + 1, 0)]
+
+    def edges(self, sequence_length: int, dtype: torch.dtype) -> tuple[SkipEdge, ...]:
+        """None."""
+        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +134,16 @@ class LayerCut:
     layers: tuple[CutLayer, ...]
     shared_parameters: tuple[SharedParameters, ...]
     chain: Chain = field(repr=False)
+    reason: str = ""
+    """Why the model is a single layer, when it could not be cut."""
 
     def stage(self, model: nn.Module, start: int, stop: int, *, recompute: Recompute = NO_RECOMPUTE) -> nn.Module:
         """The part of `model` that holds layers start..stop (exclusive). The model is used up: build one per stage.
 
-        The stage's forward takes one tensor: what the model takes (token ids, images) for the first layer, the output
-        of the layer before otherwise; it returns the output of its last layer, logits for the last layer of all. The
-        returned tensor is never a view, which torch.distributed.pipelining cannot detach in place.
+        The stage's forward takes what crosses its first border: what the model takes (token ids, images) for the first
+        layer; and returns what crosses its last one: logits for the last layer of all. Several tensors are taken as
+        several arguments and returned as a tuple; what the stage does not need passes through it. A returned tensor is
+        never a view, which torch.distributed.pipelining cannot detach in place.
         A shared parameter whose owner stands in another stage is kept as this stage's own copy, under its own name.
 
         Args:
@@ -74,10 +154,26 @@ class LayerCut:
             UnsupportedError: a recomputed layer that cannot be.
         """
         self._check(start, stop, recompute)
-        stage = self.chain.stage(model, start, stop)
+        return self._recomputing(self.chain.stage(model, start, stop), recompute)
+
+    def layer(self, model: nn.Module, index: int, *, recompute: RecomputeMode = "none") -> nn.Module:
+        """One layer alone: its forward takes what the layer reads (`Borders.takes`) and returns what it makes.
+
+        Raises:
+            LayoutError, UnsupportedError: as `stage`.
+        """
+        self._check(index, index + 1, {index: recompute})
+        return self._recomputing(self.chain.layer(model, index), {index: recompute})
+
+    def parts(self, stage: nn.Module, index: int) -> dict[str, nn.Module]:
+        """The modules of a stage that run layer `index`, in order, by names that are the same in every stage: hooks
+        before the first see the layer start, hooks after the last see it end."""
+        return self.chain.parts(stage, index, self.layers[index])
+
+    def _recomputing(self, stage: nn.Module, recompute: Recompute) -> nn.Module:
         for index, mode in recompute.items():
-            for name in self.layers[index].modules:
-                recompute_module(stage.get_submodule(name), mode)
+            for part in self.parts(stage, index).values():
+                recompute_module(part, mode)
         return stage
 
     def _check(self, start: int, stop: int, recompute: Recompute) -> None:
@@ -102,32 +198,74 @@ class LayerCut:
                 )
 
 
-def cut_model(model: nn.Module, inputs: Tensor) -> LayerCut:
-    """The layers of a model.
+def cut_model(
+    model: nn.Module,
+    inputs: Tensor | InputMaker,
+    *,
+    keywords: tuple[str, ...] = (),
+    starts: tuple[str, ...] = (),
+    longest_sequence: int = 0,
+) -> LayerCut:
+    """The layers of a model; a single one, with the reason, when it cannot be cut.
 
     Args:
-        model: the model on the meta device (it is run once); its class tells how it is cut.
-        inputs: meta tensor that the model takes.
+        model: the model on the meta device; it is run, and must not be changed afterwards.
+        inputs: makes meta tensors that the model takes, or one such tensor, the micro-batch in front.
+        keywords: names of the inputs; empty: by place.
+        starts: qualified names of modules before which a layer starts (``*`` for one component of a name); empty: the
+            layers are found.
+        longest_sequence: most tokens that the model takes; 0: any number.
 
     Raises:
-        UnsupportedError: the model is neither `nn.Sequential` nor a transformer with one list of blocks.
+        UnsupportedError: the model does not run on meta tensors.
+        UnknownNameError: a start that the model does not have.
+    """
+    maker = _resized(inputs) if isinstance(inputs, Tensor) else inputs
+    refusals: list[UnsupportedError] = []
+    if not starts and not keywords and len(maker(1, SHORTEST)) == 1:
+        try:
+            simple = _cut_simply(model, maker(2, min(longest_sequence, 8) or 8)[0])
+            if simple is not None:
+                return simple
+        except UnsupportedError as error:
+            refusals.append(error)
+    from profiler.cut_graph import cut_graph
+
+    try:
+        return cut_graph(model, maker, keywords=keywords, starts=starts, longest_sequence=longest_sequence)
+    except UnsupportedError as error:
+        refusals.append(error)
+    from profiler.cut_whole import cut_whole
+
+    return cut_whole(model, maker, keywords, refusals)
+
+
+SHORTEST = 2
+"""Tokens of the shortest example."""
+
+
+def _resized(example: Tensor) -> InputMaker:
+    def make(micro_batch_size: int, sequence_length: int) -> Tensors:
+        is_sequence = example.dim() == 2 and not example.is_floating_point()
+        rest = (sequence_length,) if is_sequence else tuple(example.shape[1:])
+        return (example.new_empty((micro_batch_size, *rest)),)
+
+    return make
+
+
+def _cut_simply(model: nn.Module, inputs: Tensor) -> LayerCut | None:
+    """The cut of a Sequential or language model; None for other models.
+
+    Raises:
+        UnsupportedError: it is no chain that hands on one tensor.
     """
     if isinstance(model, nn.Sequential):
         return _cut_sequential(model, inputs)
-    if hasattr(model, "base_model") and hasattr(model, "config"):
+    if hasattr(model, "base_model") and hasattr(model, "config") and not inputs.is_floating_point():
         from profiler.transformer_cut import cut_transformer
 
         return cut_transformer(model, inputs)
-    raise UnsupportedError(
-        f"{type(model).__name__} is no chain of layers that is known here.",
-        field="model",
-        mend="return an nn.Sequential, or a transformers model for causal or masked language modelling.",
-    )
-
-
-def layer_outputs(model: nn.Module, cut: LayerCut, inputs: Tensor) -> tuple[Tensor, ...]:
-    """The output of every layer. The model is whole and on the device of the inputs."""
-    return cut.chain.outputs(model, inputs)
+    return None
 
 
 class SequentialStage(nn.Sequential):
@@ -139,7 +277,7 @@ class SequentialStage(nn.Sequential):
 
 
 @dataclass(frozen=True, slots=True)
-class SequentialChain:
+class SequentialChain(TensorChain):
     """Every child is a layer."""
 
     names: tuple[str, ...]

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from planner.errors import MismatchError
-from profiler.cut import LayerCut, cut_model, layer_outputs
+from planner.spec.profile import SkipEdge
+from profiler.cut import Borders, LayerCut, cut_model
 
 InputKind = Literal["tokens", "images", "features", "indices"]
 """Token ids, images, other numbers, or whole numbers other than token ids (classes, time steps)."""
@@ -58,6 +59,8 @@ class ModelSource:
     """The transformers configuration, when there is one."""
     further_inputs: tuple[ModelInput, ...] = ()
     """What the model takes besides its first input."""
+    starts: tuple[str, ...] = ()
+    """Modules before which the user wants a layer to start; empty: where the rules find layers."""
     keywords: tuple[str, ...] = ()
     """Names that the model's forward gives its inputs; empty: they are told by their places."""
 
@@ -109,13 +112,31 @@ class ModelSource:
 
     @cached_property
     def _cut(self) -> LayerCut:
-        sequence_length = min(self.longest_sequence, 8) or 8
-        return cut_model(self.build_on_meta(), self.example_inputs(2, sequence_length, "meta")[0])
+        return cut_model(
+            self.build_on_meta(),
+            partial(self.example_inputs, device="meta"),
+            keywords=self.keywords,
+            starts=self.starts,
+            longest_sequence=self.longest_sequence,
+        )
 
-    def layer_outputs(self, micro_batch_size: int, sequence_length: int) -> tuple[Tensor, ...]:
-        """The output of every layer for one micro-batch, as meta tensors: what a stage boundary carries."""
-        inputs = self.example_inputs(micro_batch_size, sequence_length, "meta")[0]
-        return layer_outputs(self.build_on_meta(), self.cut(), inputs)
+    def cut_at(self, starts: tuple[str, ...]) -> ModelSource:
+        """The same model, its layers starting before these modules (`profiler.cut.cut_model`); empty: where the rules
+        find layers."""
+        return self if starts == self.starts else replace(self, starts=starts)
+
+    def borders(self, micro_batch_size: int, sequence_length: int) -> Borders:
+        """What one micro-batch carries across the borders of the layers, as meta tensors."""
+        inputs = partial(self.example_inputs, device="meta")
+        return self.cut().chain.borders(self.build_on_meta(), inputs, (micro_batch_size, sequence_length))
+
+    def layer_outputs(self, micro_batch_size: int, sequence_length: int) -> tuple[tuple[Tensor, ...], ...]:
+        """What every layer makes from one micro-batch for later ones, as meta tensors."""
+        return self.borders(micro_batch_size, sequence_length).makes
+
+    def edges(self, sequence_length: int, dtype: torch.dtype = torch.float32) -> tuple[SkipEdge, ...]:
+        """Tensors that layers take besides what the layer before made, with the bytes of one sample."""
+        return self.cut().chain.edges(sequence_length, dtype)
 
     def tensor_parallel_degrees(self) -> tuple[int, ...]:
         """Degrees that the model can be tensor-parallel by; (1,) when nobody told how to split it, or into what."""

@@ -29,11 +29,19 @@ Example = Tensor | tuple[Tensor, ...] | dict[str, Tensor] | None
 
 def from_catalogue(entry: CatalogueEntry) -> ModelSource:
     """The model of a catalogue entry."""
-    if entry.vision is not None:
-        from profiler.vision import build_vision_model
+    if entry.network is not None:
+        from profiler.networks import build_network
 
-        shape = tuple(entry.vision["sample_shape"])
-        return ModelSource(entry.name, "images", partial(build_vision_model, entry.vision), sample_shape=shape)
+        first, *further = (ModelInput(each.kind, each.sample_shape, each.limit) for each in entry.network.inputs)
+        return ModelSource(
+            entry.name,
+            first.kind,
+            partial(build_network, entry.network),
+            sample_shape=first.sample_shape,
+            vocabulary_size=first.limit,
+            longest_sequence=entry.longest_sequence,
+            further_inputs=tuple(further),
+        )
     return from_config(entry.name, dict(entry.config or {}), where=entry.name)
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.errors import UnsupportedError
-from profiler.cut import CutLayer, LayerCut, detachable, find_shared_parameters, name_kinds, signature
+from profiler.cut import CutLayer, LayerCut, TensorChain, detachable, find_shared_parameters, name_kinds, signature
 
 
 def cut_transformer(model: Any, inputs: Tensor) -> LayerCut:
@@ -263,13 +263,14 @@ class _Boundary:
 
 
 @dataclass(frozen=True, slots=True)
-class TransformerChain:
+class TransformerChain(TensorChain):
     """Layer 0 is the embedding, layers 1..blocks are the blocks, layer blocks+1 is the head."""
 
     blocks_name: str
     blocks: int
     before: tuple[str, ...]
     after: tuple[str, ...]
+    keeps_tree = True
 
     def stage(self, model: nn.Module, start: int, stop: int) -> nn.Module:
         """The model itself, other stages' modules replaced and its forward taking and giving one tensor."""

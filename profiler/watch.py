@@ -92,11 +92,12 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 storage = tensor.untyped_storage()
                 self._owned[id(storage)] = storage
 
-    def start(self, held: Tensor) -> None:
+    def start(self, held: Iterable[Tensor]) -> None:
         """Record from now on; `held`, made before, counts as live."""
         self.recording = True
-        self._earlier.pop(id(held.untyped_storage()), None)
-        self._see(held.untyped_storage())
+        for tensor in held:
+            self._earlier.pop(id(tensor.untyped_storage()), None)
+            self._see(tensor.untyped_storage())
         self.start_phase()
 
     def is_earlier(self, storage: UntypedStorage) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -147,6 +148,8 @@ def _counted(arguments: argparse.Namespace) -> ModelProfile:
 
 
 def _measured(arguments: argparse.Namespace) -> ModelProfile:
+    # Read when torch is loaded. Threads that spin while they wait would measure other processes, not the kernels.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from profiler.measure import TIME_BUDGET_SECONDS, profile
     from profiler.models import load_model
 

@@ -163,10 +163,9 @@ def tensor_styles(module: nn.Module, source: ModelSource, degree: int) -> dict[s
 def boundaries(plan: Plan, source: ModelSource, mine: StageRange) -> tuple[Boundary, Boundary]:
     """What one micro-batch carries into and out of a stage."""
     size, length = plan.layout.micro_batch_size, plan.request.job.sequence_length
-    inputs = source.example_inputs(size, length, "meta")[0]
-    crossing = [inputs, *source.layer_outputs(size, length)]
+    crossing = source.borders(size, length).crossing
     dtype = COMPUTE_DTYPE[plan.request.job.precision]
-    received, sent = (Boundary.of(crossing[position], dtype) for position in (mine.start, mine.stop))
+    received, sent = (Boundary.of(crossing[position][0], dtype) for position in (mine.start, mine.stop))
     return received, sent
 
 

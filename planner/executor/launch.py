@@ -194,7 +194,7 @@ def _environment(plan: Plan) -> dict[str, str]:
     threads = profile.environment.get("threads_per_rank") if profile is not None else None
     if threads is None:
         threads = str(max(1, len(os.sched_getaffinity(0)) // len(plan.placement)))
-    return {**os.environ, "OMP_NUM_THREADS": threads}
+    return {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "OMP_NUM_THREADS": threads}  # as the profile was measured
 
 
 def _describe(line: str) -> str:

@@ -6,8 +6,9 @@ masks), stand in no checkpoint, and `to_empty` would leave garbage in them. Each
 model's own `_init_weights`, from a random stream that is seeded by the module's qualified name. The stream does not
 depend on which other modules the rank holds, and neither do the values.
 
-Other models state their rules only in their constructors. They are built whole on the host from a stream seeded once,
-which gives the same values everywhere, and what the stage does not own is dropped.
+Other models state their rules only in their constructors, or their stages have lost modules that the rules need. They
+are built whole on the host from a stream seeded once, which gives the same values everywhere, and what the stage does
+not own is dropped.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def materialise(source: ModelSource, prepare: Prepare, *, device: torch.device, 
     Raises:
         UnsupportedError: a parameter is left without a value by the model's own rules.
     """
-    if source.config is None:
+    if source.config is None or not source.cut().chain.keeps_tree:
         with _stream(seed, "", torch.device("cpu")):
             model = source.build()
         return prepare(model).to(device)

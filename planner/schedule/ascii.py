@@ -19,6 +19,8 @@ LETTERS = {
 def ascii(traces: Sequence[Timeline], width: int = 100) -> str:
     """Every rank as one line of `width` columns: ``F3---`` is the forward of micro-batch 3, dots are bubbles.
 
+    ``F3.1`` is the forward of its second sequence chunk.
+
     All timelines share one time axis. Bars narrower than their name lose its end, and a bar narrower than a column
     shows only where no other one begins. Transfers are not drawn.
     """
@@ -48,7 +50,5 @@ def _row(events: Sequence[TimelineEvent], origin: float, columns_per_second: flo
 
 
 def _name(event: TimelineEvent) -> str:
-    action = event.action
-    if action is None:
-        return LETTERS.get(event.kind, event.kind.value)
-    return f"{LETTERS.get(event.kind, event.kind.value)}{action.micro_batch}"
+    name = LETTERS.get(event.kind, event.kind.value)
+    return name + event.short if event.action else name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import groupby, pairwise
 from operator import attrgetter
@@ -41,6 +41,8 @@ class TimelineEvent:
     kind: EventKind
     start_seconds: float
     end_seconds: float
+    sequence_chunks: int = 1
+    """Pieces of each micro-batch's sequence, which the action counts."""
 
     @property
     def action(self) -> Action | None:
@@ -49,6 +51,19 @@ class TimelineEvent:
             return Action.parse(self.label)
         except ScheduleError:
             return None
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """(micro-batch,) of the action, or (micro-batch, sequence chunk); empty when the label names none."""
+        action = self.action
+        if action is None:
+            return ()
+        return divmod(action.micro_batch, self.sequence_chunks) if self.sequence_chunks > 1 else (action.micro_batch,)
+
+    @property
+    def short(self) -> str:
+        """``3``, or ``3.1`` for its second chunk; the label when it names no action."""
+        return ".".join(map(str, self.place)) or self.label
 
 
 Phases = Sequence[tuple[EventKind, float]]
@@ -110,13 +125,14 @@ def from_simulation(
         held: bytes of the memory curves; None: they count units.
     """
     rows = []
+    chunks = simulation.schedule.sequence_chunks
     for rank, events in enumerate(simulation.events):
         row = [bar for event in events for bar in _bars(simulation, event)]
         row += _early_recomputes(simulation, events)
         row += map(_transfer, transfers_of(simulation, rank))
         row.sort(key=attrgetter("start_seconds", "end_seconds"))
         row += _phases(after[rank] if after else (), simulation.end_seconds[rank])
-        rows.append(tuple(row))
+        rows.append(tuple(replace(bar, sequence_chunks=chunks) for bar in row))
     unit = "units" if held is None else "bytes"
     return Timeline(title, tuple(rows), memory=memory_curves(simulation, held), memory_unit=unit)
 

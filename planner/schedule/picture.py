@@ -58,7 +58,8 @@ class _Scale:
 def svg(traces: Sequence[Timeline], width: int = 1200) -> str:
     """One picture of all timelines on one time axis, without outside resources; hover over a bar to read it.
 
-    The number in a bar is its micro-batch. Later stages of a rank are lighter. Hatched is idle time.
+    The number in a bar is its micro-batch, ``3.1`` the second sequence chunk of one. Later stages of a rank are
+    lighter. Hatched is idle time.
     Under each rank stands what it holds over time, on one scale for all ranks of a timeline.
 
     Args:
@@ -152,7 +153,7 @@ def _bars(events: Sequence[TimelineEvent], scale: _Scale, y: float) -> Iterator[
 
 
 def _number(event: TimelineEvent, stages: Sequence[int], left: float, right: float, y: float) -> Iterator[str]:
-    text = str(event.action.micro_batch) if event.action else event.label
+    text = event.short
     if len(text) * DIGIT_WIDTH + 2 > right - left:
         return
     fill = STYLES[event.kind].text if _lightness(event, stages) < 0.25 else "#111827"
@@ -176,7 +177,8 @@ def _hover(event: TimelineEvent) -> str:
     action = event.action
     what = STYLES[event.kind].words
     if action is not None:
-        what += f" of stage {action.stage}, micro-batch {action.micro_batch}"
+        parts = zip(("micro-batch", "sequence chunk"), event.place, strict=False)
+        what += f" of stage {action.stage}, " + ", ".join(f"{part} {number}" for part, number in parts)
     lasting = format_seconds(event.end_seconds - event.start_seconds)
     return (
         f"{event.label}: {what}\n"

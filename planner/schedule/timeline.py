@@ -27,6 +27,7 @@ __all__ = [
 
 COMPUTE, TRANSFERS = 0, 1
 MICROSECONDS = 1e6
+_PLACES = ("micro_batch", "sequence_chunk")
 
 
 def chrome_trace(traces: Sequence[Timeline]) -> dict[str, Any]:
@@ -71,7 +72,7 @@ def _complete(process: int, event: TimelineEvent) -> dict[str, Any]:
         "tid": TRANSFERS if event.kind is EventKind.TRANSFER else COMPUTE,
         "ts": event.start_seconds * MICROSECONDS,
         "dur": (event.end_seconds - event.start_seconds) * MICROSECONDS,
-        "args": {"stage": action.stage, "micro_batch": action.micro_batch} if action else {},
+        "args": {"stage": action.stage, **dict(zip(_PLACES, event.place, strict=False))} if action else {},
     }
 
 

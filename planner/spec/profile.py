@@ -129,7 +129,11 @@ class LayerProfile(Document):
 
 
 class SkipEdge(Document):
-    """A tensor that a later layer takes besides the output of the layer before it."""
+    """Tensors that a later layer takes besides what the layer before it made.
+
+    A tensor that several layers take travels from one to the next: each edge starts at the last layer that had it, so
+    that a boundary is crossed by every tensor once.
+    """
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -137,6 +141,8 @@ class SkipEdge(Document):
     to: str
     bytes: int = Field(ge=0)
     """Per sample."""
+    sequence_length: int = Field(default=0, ge=0)
+    """Tokens per sample that `bytes` holds for, in proportion for other lengths; 0: for every length."""
 
 
 class SharedParameters(Document):
@@ -166,6 +172,9 @@ class ModelProfile(Document):
     """sha256 over the names and shapes of the model's parameters; tells a profile of another model."""
     tokens_per_sample: int = Field(default=0, ge=0)
     """Longest sequence that the model takes; 0 for models without a sequence."""
+    cut: tuple[str, ...] = ()
+    """Modules before which the user let a layer start, ``*`` for one component of a name; empty: found by the
+    profiler's rules."""
     layers: tuple[LayerProfile, ...] = Field(min_length=1)
     edges: tuple[SkipEdge, ...] = ()
     shared_parameters: tuple[SharedParameters, ...] = ()

@@ -9,12 +9,31 @@ import difflib
 import json
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
 from planner.errors import UnknownNameError
 from planner.spec.document import Document, parse
+
+
+class NetworkInput(Document):
+    """One tensor that a network takes."""
+
+    kind: Literal["tokens", "images", "indices"]
+    sample_shape: tuple[int, ...] = ()
+    """Shape of one sample; empty for tokens and for one number."""
+    limit: int = Field(default=0, ge=0)
+    """Whole numbers stand in [0, limit)."""
+
+
+class Network(Document):
+    """A model that transformers does not have."""
+
+    architecture: str
+    """Name of a builder of `profiler.networks`."""
+    arguments: dict[str, Any]
+    inputs: tuple[NetworkInput, ...] = Field(min_length=1)
 
 
 class CatalogueEntry(Document):
@@ -24,12 +43,12 @@ class CatalogueEntry(Document):
     family: str
     parameters: int = Field(gt=0)
     """Trained parameters (elements) of the architecture, tied ones once."""
-    published_parameters: int = Field(gt=0)
-    """The same as its authors state it, usually rounded."""
+    published_parameters: int | None = Field(default=None, gt=0)
+    """The same as its authors state it, usually rounded; None: they state none."""
     active_parameters: int | None = Field(default=None, gt=0)
     """Those that one token meets, as the authors of a mixture of experts state it; None: all."""
     layers: int = Field(gt=0)
-    """Repeated blocks of a transformer; weighted layers of a convolutional network, as its name counts them."""
+    """Repeated blocks of a transformer, or of a network; weighted layers where the name counts them (ResNet, VGG)."""
     longest_sequence: int = Field(default=0, ge=0)
     """Tokens; 0 for models without a sequence."""
     citation: str
@@ -37,9 +56,16 @@ class CatalogueEntry(Document):
     repository: str = ""
     """Hugging Face repository whose config.json has these widths; empty when a paper gives them all."""
     config: dict[str, Any] | None = None
-    """Hugging Face configuration; None for a convolutional network."""
-    vision: dict[str, Any] | None = None
-    """What `profiler.vision` builds; None for a transformer."""
+    """Hugging Face configuration; None for models that transformers does not have."""
+    network: Network | None = None
+    """What `profiler.networks` builds; None for a model of transformers."""
+
+    @property
+    def takes_tokens(self) -> bool:
+        """Has the model a sequence length?"""
+        if self.network is not None:
+            return self.network.inputs[0].kind == "tokens"
+        return "image_size" not in (self.config or {})
 
 
 @cache
@@ -63,6 +89,21 @@ def entry(name: str) -> CatalogueEntry:
             mend=f"did you mean {', '.join(close)}?" if close else f"use one of {', '.join(names())}.",
         )
     return _read(name)
+
+
+def find_family(text: str) -> tuple[str, ...]:
+    """Families whose name holds the text, whatever its case.
+
+    Raises:
+        UnknownNameError: none does; lists all.
+    """
+    families = dict.fromkeys(_read(name).family for name in names())
+    found = tuple(family for family in families if text.lower() in family.lower())
+    if not found:
+        raise UnknownNameError(
+            f"no family {text!r} in the catalogue.", field="--family", mend=f"use one of {', '.join(families)}."
+        )
+    return found
 
 
 @cache

@@ -65,6 +65,22 @@ def test_models(planner: Command) -> None:
     assert found["gpt2"]["parameters"] == 124_439_808
 
 
+def test_models_of_a_family(planner: Command) -> None:
+    """A family stands under its name with its sources; the others are left out, as JSON too."""
+    shown = planner("models", "--family", "mixtral").out
+    assert "mixtral-8x7b       46.7 B     12.9 B      32             32768  Jiang et al. 2024; mistralai/" in shown
+    assert "gpt2" not in shown
+    found = planner("models", "--family", "LLAMA", "--json").json
+    assert {model["family"] for model in found} == {"Llama 2", "Llama 3.1", "Llama 3.2"}
+
+
+def test_unknown_family(planner: Command) -> None:
+    """The families that there are are listed."""
+    ended = planner("models", "--family", "lama3")
+    assert ended.code == 2
+    assert "Llama 3.1" in ended.err
+
+
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_schemas(planner: Command, name: str) -> None:
     """Every schema is JSON, forbids unknown fields, and tells its fields by the names used in files."""

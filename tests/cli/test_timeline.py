@@ -71,6 +71,24 @@ def test_side_by_side(planner: Command, plan: Path, run: Path, tmp_path: Path) -
     assert names == {"predicted rank 0", "predicted rank 1", "measured rank 0"}
 
 
+def test_a_synthesized_order_is_drawn(planner: Command, plan: Path) -> None:
+    """Its name tells no order, so the plan's actions do; without them the error says what is missing."""
+    document = json.loads(plan.read_text())
+    document["layout"]["schedule"] = "synthesized"
+    plan.write_text(json.dumps(document))
+    drawn = planner("timeline", plan)
+    assert drawn.code == 0, drawn.err
+    document["layout"]["schedule"] = "gpipe"
+    document["actions"] = []
+    plan.write_text(json.dumps(document))
+    assert [line.split("|")[0] for line in planner("timeline", plan).out.splitlines()[1:]] == ["rank 0 ", "rank 1 "]
+    document["layout"]["schedule"] = "synthesized"
+    plan.write_text(json.dumps(document))
+    refused = planner("timeline", plan)
+    assert refused.code == 2
+    assert "take the actions of the plan" in refused.err
+
+
 def test_file_and_terminal_at_once(planner: Command, run: Path, tmp_path: Path) -> None:
     """`--ascii` beside `-o` does both."""
     ended = planner("timeline", run, "--ascii", "-o", tmp_path / "out.svg")

@@ -61,7 +61,7 @@ def test_one_number_per_row_is_kept():
 
 
 def test_a_trained_bias_gets_its_gradient():
-    """As T5 trains its relative positions: the gradient has the bias's own shape, summed over what it was spread over."""
+    """As T5 trains its relative positions: the gradient has the bias's own shape, summed over samples."""
     bias = torch.empty(1, 4, 23, 23, device="meta", requires_grad=True)
     efficient_attention(*_inputs(23, 16, 16), bias).sum().backward()
     assert bias.grad is not None

@@ -55,7 +55,7 @@ def _gpt_oss_parameters(config: dict) -> int:
 
 
 def _latent_parameters(config: dict) -> int:
-    """DeepSeek-AI 2024, DeepSeek-V3 Technical Report, sections 2.1 and 4.2: latent attention, shared and routed experts."""
+    """DeepSeek-AI 2024, DeepSeek-V3 Technical Report, sections 2.1 and 4.2: latent attention, one shared expert."""
     width, heads, layers = config["hidden_size"], config["num_attention_heads"], config["num_hidden_layers"]
     rope, nope, value = config["qk_rope_head_dim"], config["qk_nope_head_dim"], config["v_head_dim"]
     query, latent = config["q_lora_rank"], config["kv_lora_rank"]
@@ -94,7 +94,7 @@ def _expected(entry: catalogue.CatalogueEntry) -> int:
         embeddings = (vocabulary + config["max_position_embeddings"] + 2) * width + 2 * width
         head = width * width + 3 * width + vocabulary
         return embeddings + config["num_hidden_layers"] * (12 * width * width + 13 * width) + head
-    return entry.published_parameters
+    return entry.published_parameters or entry.parameters
 
 
 @pytest.mark.parametrize("name", catalogue.names())
@@ -103,7 +103,7 @@ def test_architecture_has_the_published_parameters(name: str):
     entry = catalogue.entry(name)
     built = sum(parameter.numel() for parameter in load(name).blueprint.parameters())
     assert built == entry.parameters == _expected(entry)
-    assert abs(built / entry.published_parameters - 1) < ROUNDING
+    assert entry.published_parameters is None or abs(built / entry.published_parameters - 1) < ROUNDING
 
 
 @pytest.mark.parametrize("name", [name for name in catalogue.names() if catalogue.entry(name).active_parameters])
@@ -127,6 +127,7 @@ def test_entry_agrees_with_the_model(name: str):
     assert entry.name == name
     assert entry.citation
     assert entry.longest_sequence == source.longest_sequence
+    assert entry.takes_tokens == (source.input_kind == "tokens")
     if entry.config is not None:
         assert len(source.cut().layers) == entry.layers + 2
 

@@ -138,11 +138,10 @@ def test_recompute_of_the_last_layer_is_refused(write_config):
     ("model", "words"),
     [
         (nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 5)), "does not run on meta tensors"),
-        (nn.Sequential(nn.LSTM(4, 4), nn.Linear(4, 4)), "does not run|returns no floating-point tensor"),
-        (nn.Sequential(nn.MaxPool1d(2, return_indices=True)), "returns no floating-point tensor"),
+        (nn.Sequential(nn.LSTM(4, 4), nn.Linear(4, 4)), "does not run"),
     ],
 )
 def test_chains_that_do_not_hold_are_refused(model: nn.Sequential, words: str):
-    """A child that cannot follow the one before it, or that hands on no single tensor, is named."""
+    """A child that cannot follow the one before it is named."""
     with pytest.raises(UnsupportedError, match=words):
         cut_model(_meta(model), torch.empty(2, 4, device="meta"))

@@ -115,12 +115,6 @@ def test_config_that_is_no_object_is_refused(tmp_path: Path):
         load_model(str(path))
 
 
-def test_module_that_is_no_chain_is_refused_when_cut():
-    """What cannot be cut is said so, with the forms that can."""
-    with pytest.raises(UnsupportedError, match=r"nn\.Sequential"):
-        load_model(f"{CALLABLES}:not_a_chain").cut()
-
-
 def test_module_of_another_model_is_refused(write_config):
     """A cut holds for what its own source builds; another model is told by a missing module."""
     source = load_model(write_config("llama"))

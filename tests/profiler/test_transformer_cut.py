@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from planner.errors import UnsupportedError
 from planner.spec.profile import RecomputeMode
 from profiler.models import ModelSource, load_model
 from tests.profiler.conftest import TINY
@@ -177,9 +176,9 @@ def test_recomputed_block_keeps_only_its_input(write_config):
 
 def test_layer_outputs_are_what_the_layers_hand_on(write_config):
     """Meta outputs have the shapes of a real run: hidden tensors, then logits."""
-    outputs = load_model(write_config("bert")).layer_outputs(3, 10)
-    assert [tuple(output.shape) for output in outputs] == [(3, 10, 32)] * 4 + [(3, 10, 96)]
-    assert all(output.is_meta for output in outputs)
+    outputs = load_model(write_config("bert")).borders(3, 10).makes
+    assert [tuple(output.shape) for (output,) in outputs] == [(3, 10, 32)] * 4 + [(3, 10, 96)]
+    assert all(output.is_meta for (output,) in outputs)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
@@ -187,16 +186,3 @@ def test_cut_of_a_deep_copy_is_the_same(family: str, write_config):
     """A cut is a plain value: made twice, it is equal."""
     source = load_model(write_config(family))
     assert load_model(write_config(family)).cut() == source.cut() == copy.copy(source.cut())
-
-
-def test_encoder_decoder_is_refused(tmp_path):
-    """A T5 has two chains, so it is refused with a reason instead of being cut wrongly."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    from profiler.cut import cut_model
-
-    config = T5Config(vocab_size=96, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4)
-    with torch.device("meta"):
-        model = T5ForConditionalGeneration(config)
-    with pytest.raises(UnsupportedError, match="encoder and a decoder"):
-        cut_model(model, torch.empty(1, 4, dtype=torch.long, device="meta"))

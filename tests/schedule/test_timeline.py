@@ -218,6 +218,17 @@ def test_terminal_text() -> None:
     ]
 
 
+def test_sequence_chunks_are_told_apart() -> None:
+    """Units of SeqPipe count chunks; every picture names the micro-batch and its chunk."""
+    schedule = build("seqpipe", ranks=1, micro_batches=2, sequence_chunks=2)
+    timeline = from_simulation(simulate(schedule, Durations.uniform(1, backward_weight=0)))
+    assert ascii([timeline], width=32).splitlines()[1] == "rank 0 |F0.0F0.1B0.1F1.0B0.0F1.1B1.1B1.0|"
+    assert ">1.1</text>" in svg([timeline])
+    assert "0F3: forward of stage 0, micro-batch 1, sequence chunk 1\n" in svg([timeline])
+    arguments = {event["name"]: event["args"] for event in chrome_trace([timeline])["traceEvents"]}
+    assert arguments["0F3"] == {"stage": 0, "micro_batch": 1, "sequence_chunk": 1}
+
+
 def test_terminal_text_of_crowded_rows() -> None:
     """However narrow, every row keeps its width."""
     for line in ascii([predicted("zb-v", transfer=0.01, recompute=0.001)], width=10).splitlines()[1:]:

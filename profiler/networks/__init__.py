@@ -1,0 +1,31 @@
+"""Networks of the catalogue that transformers does not have, as plain torch modules: one file per family.
+
+A builder takes the arguments of a catalogue entry's `network` and returns the network in training mode, under torch's
+default device and data type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from profiler.catalogue import Network
+from profiler.networks.amoebanet import amoebanet_d
+from profiler.networks.dit import dit
+from profiler.networks.resnet import resnet
+from profiler.networks.unet import unet
+from profiler.networks.vgg import vgg
+
+BUILDERS: dict[str, Callable[..., nn.Module]] = {
+    "amoebanet-d": amoebanet_d,
+    "dit": dit,
+    "resnet": resnet,
+    "unet": unet,
+    "vgg": vgg,
+}
+
+
+def build_network(network: Network) -> nn.Module:
+    """A new network of this architecture."""
+    return BUILDERS[network.architecture](**network.arguments)
