@@ -1,9 +1,9 @@
 """What optimizers ask of a layer's parameters: which are matrices of hidden layers, and how they factor.
 
-Muon       orthogonalises matrices of hidden layers: 2-D parameters that stand in neither the first nor the last
-           layer, look nothing up (embeddings), and are not shared by several layers (Jordan et al. 2024)
-Adafactor  keeps the mean of every row and column of a matrix, by its last two dimensions; all of a vector
-           (Shazeer, Stern 2018, section 3)
+    Muon       orthogonalises matrices of hidden layers: 2-D parameters that stand in neither the first nor the last
+               layer, look nothing up (embeddings), and are not shared by several layers (Jordan et al. 2024)
+    Adafactor  keeps the mean of every row and column of a matrix, by its last two dimensions; all of a vector
+               (Shazeer, Stern 2018, section 3)
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.spec.calibration import DEFAULT, Constants
 from planner.errors import MismatchError
+from planner.spec.calibration import DEFAULT, Constants
 from planner.spec.cluster import DeviceSpec
 from planner.spec.profile import DataType, LayerProfile, Measurement, ModelProfile, Operation
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from planner.spec.calibration import DEFAULT, Constants, constants_for
 from planner.errors import DocumentError, MismatchError, UnsupportedError
+from planner.spec.calibration import DEFAULT, Constants, constants_for
 from planner.spec.cluster import Cluster, DeviceSpec, Link
 from planner.spec.devices import catalogue, find_device, links_of
 from planner.spec.frameworks import Framework, find_framework

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from planner.cost import StageMap, choose, layout_costs, predict_step, schedule_of, workload
-from planner.spec.calibration import Constants
 from planner.cost.layers import LayoutCosts
 from planner.cost.workload import Workload
 from planner.fidelity.rows import Run
+from planner.spec.calibration import Constants
 from planner.spec.cluster import Cluster, NodeGroup
 from planner.spec.devices import find_device
 from planner.spec.job import Job
