@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from planner.spec.profile import DataType, RecomputeMode
 from profiler.count import TORCH_TYPES
+from profiler.cut import Borders
 from profiler.measure_shard import local, split, with_local
 from profiler.measure_timing import Mark
 from profiler.models import ModelSource
@@ -88,14 +89,14 @@ class BuiltLayer:
 
     Args:
         stage: holds nothing but the layer.
-        modules: qualified names of the layer's modules, in the order they run.
+        parts: the layer's modules, in the order they run.
     """
 
-    def __init__(self, stage: nn.Module, modules: Sequence[str]) -> None:
+    def __init__(self, stage: nn.Module, parts: Sequence[nn.Module]) -> None:
         self.stage = stage
         self._mark: Mark | None = None
-        stage.get_submodule(modules[0]).register_forward_pre_hook(self._at_start)
-        stage.get_submodule(modules[-1]).register_forward_hook(self._at_end)
+        parts[0].register_forward_pre_hook(self._at_start)
+        parts[-1].register_forward_hook(self._at_end)
 
     def __call__(self, inputs: Tensors, mark: Mark) -> Tensors:
         """The layer's outputs; marks where its first module starts [1] and its last one ends [2]."""
@@ -127,8 +128,8 @@ class LayerWorkload:
     """One of each of the layer's outputs; none for the last layer, whose output goes into the loss."""
     classes: Tensor | None
     """For the last layer: what its logits are compared with; their shape without the last dimension."""
-    is_first: bool
-    """The inputs are data: no gradient of them is wanted."""
+    trained: tuple[bool, ...]
+    """Of every input: its gradient is wanted. Data has none."""
     recomputed: dict[RecomputeMode, BuiltLayer] = field(default_factory=dict)
     """The same layer with recomputation, run in turns, so that all meet the same disturbances."""
 
@@ -169,7 +170,8 @@ class LayerWorkload:
 
     def _forward(self, layer: BuiltLayer, mark: Mark) -> tuple[Tensors, Tensors]:
         """Fresh leaves, as a stage's receive buffers are; and the outputs, or the loss."""
-        inputs = self.inputs if self.is_first else tuple(_leaf(tensor) for tensor in self.inputs)
+        pairs = zip(self.inputs, self.trained, strict=True)
+        inputs = tuple(tensor.detach().requires_grad_(trained) for tensor, trained in pairs)
         outputs = layer(inputs, mark)
         if self.classes is not None:
             outputs = (cross_entropy(outputs[0].flatten(0, -2).float(), self.classes.flatten()),)
@@ -193,10 +195,6 @@ class LayerWorkload:
 def as_tuple(value: Any) -> Tensors:
     """What a stage takes or gives: one tensor, or several."""
     return (value,) if isinstance(value, Tensor) else tuple(value)
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.is_floating_point())
 
 
 class SavedOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -252,7 +250,7 @@ class Bench:
     device: torch.device
     dtype: DataType
     """Of parameters and activations; token ids stay integers."""
-    _outputs: dict[Size, tuple[Tensors, ...]] = field(default_factory=dict, repr=False)
+    _borders: dict[Size, Borders] = field(default_factory=dict, repr=False)
 
     def build(self, index: int, degree: int = 1, *, recompute: RecomputeMode = "none") -> BuiltLayer:
         """Layer `index` with random weights, or one rank's shard of it; nothing else of the model takes memory.
@@ -268,16 +266,17 @@ class Bench:
         self, index: int, size: Size, layer: BuiltLayer, recomputed: Mapping[RecomputeMode, BuiltLayer] | None = None
     ) -> LayerWorkload:
         """The work of layer `index`, as built, on one micro-batch of this size."""
-        outputs = self._outputs_of(size)
-        is_first, is_last = index == 0, index == len(outputs) - 1
-        given = self.source.example_inputs(*size, self.device) if is_first else outputs[index - 1]
-        last = outputs[index][0].shape
+        borders = self._borders_of(size)
+        takes, makes = borders.takes[index], borders.makes[index]
+        data = self.source.example_inputs(*size, self.device)
+        is_last = index == len(borders.makes) - 1
+        last = makes[0].shape
         return LayerWorkload(
             layer=layer,
-            inputs=tuple(map(self._like, given)),
-            gradients=() if is_last else tuple(map(self._like, outputs[index])),
+            inputs=tuple(self._values(tensor, data) for tensor in takes),
+            gradients=() if is_last else tuple(self._values(tensor) for tensor in makes),
             classes=torch.randint(last[-1], last[:-1], device=self.device) if is_last else None,
-            is_first=is_first,
+            trained=tuple(index > 0 and tensor.requires_grad for tensor in takes),
             recomputed=dict(recomputed or {}),
         )
 
@@ -295,7 +294,7 @@ class Bench:
         if self.device.type != "cpu":
             return 0, 0
         here = workload if degree == 1 else self.workload(index, size, self._local_shard(index, degree))
-        meta = Bench(self.source, torch.device("meta"), self.dtype, self._outputs)
+        meta = Bench(self.source, torch.device("meta"), self.dtype, self._borders)
         layer = meta._local_shard(index, degree)
         with FusedAttention(), meta_friendly() if hasattr(layer.stage, "config") else nullcontext():
             fused = meta.workload(index, size, layer)
@@ -312,19 +311,21 @@ class Bench:
     def _stage(self, index: int, recompute: RecomputeMode) -> nn.Module:
         with _parameters_on_meta():
             model = self.source.build()
-        return self.source.cut(model).stage(model, index, index + 1, recompute={index: recompute})
+        return self.source.cut(model).layer(model, index, recompute=recompute)
 
     def _filled(self, stage: nn.Module, index: int) -> BuiltLayer:
         _fill(stage, self.device, TORCH_TYPES[self.dtype])
-        return BuiltLayer(stage, self.source.cut().layers[index].modules)
+        return BuiltLayer(stage, tuple(self.source.cut().parts(stage, index).values()))
 
-    def _like(self, tensor: Tensor) -> Tensor:
-        """Values of this shape on the device: normal numbers of the layers' type; as given, or zeros, if whole."""
+    def _values(self, tensor: Tensor, data: Tensors = ()) -> Tensor:
+        """Values of this shape on the device: normal numbers of the layers' type; of whole numbers the model's own
+        inputs, whose values may matter (as places in a table), else zeros."""
         if tensor.is_floating_point():
             return torch.randn(tensor.shape, device=self.device).to(TORCH_TYPES[self.dtype])
-        return torch.zeros_like(tensor, device=self.device) if tensor.is_meta else tensor
+        known = (each for each in data if (each.shape, each.dtype) == (tensor.shape, tensor.dtype))
+        return next(known, torch.zeros_like(tensor, device=self.device))
 
-    def _outputs_of(self, size: Size) -> tuple[Tensors, ...]:
-        if size not in self._outputs:
-            self._outputs[size] = tuple(as_tuple(each) for each in self.source.layer_outputs(*size))
-        return self._outputs[size]
+    def _borders_of(self, size: Size) -> Borders:
+        if size not in self._borders:
+            self._borders[size] = self.source.borders(*size)
+        return self._borders[size]

@@ -46,6 +46,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--compare", metavar="NAME,NAME,...", help="a table of schedules; durations then are of one rank's whole work"
     )
     _add_search(parser)
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="draw the step: out.svg, out.html, or out.json (Chrome trace)"
+    )
+    parser.add_argument("--ascii", action="store_true", help="draw the step in the terminal")
     add_json(parser)
 
 
@@ -81,6 +85,9 @@ def _add_durations(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print makespan, bubble and peak in flight; exit 3 when a rank holds more than the memory limit."""
+    from planner.cli.schedule_picture import check_picture, draw
+
+    check_picture(arguments)
     if arguments.compare is not None:
         from planner.cli.schedule_compare import compare
 
@@ -102,6 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
         data(to_json(document))
     else:
         data(tell(simulation, actions=arguments.actions))
+    draw(arguments, [simulation])
     return _hold_memory(simulation, arguments.memory_limit)
 
 

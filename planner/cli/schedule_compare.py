@@ -9,6 +9,7 @@ from planner.cli.console import data, table, to_json, words
 from planner.cli.failures import DONE, INFEASIBLE
 from planner.cli.schedule import simulated
 from planner.cli.schedule_options import check_options
+from planner.cli.schedule_picture import draw
 from planner.cli.schedule_search import proof, synthesis_of
 from planner.cli.units import percent
 from planner.errors import LayoutError, SpecError
@@ -27,6 +28,7 @@ def compare(arguments: argparse.Namespace) -> int:
     elif made:
         header = ("schedule", "makespan", "span", "bubble", "peak in flight, micro-batches")
         data(table(header, [_row(each.simulation) for each in made]))
+    draw(arguments, [each.simulation for each in made])
     for found in (each.synthesis for each in made if each.synthesis):
         words(f"synthesized: {found.objective} at least {found.lower_bound:g}, gap {percent(found.gap)}")
     for each in refused:

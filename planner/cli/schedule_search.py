@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from planner.cli.console import Progress, data, to_json, words
 from planner.cli.failures import DONE, INFEASIBLE
 from planner.cli.schedule import describe, durations_of, tell
+from planner.cli.schedule_picture import draw
 from planner.cli.units import percent
 from planner.errors import LayoutError
 
@@ -27,6 +28,7 @@ def search(arguments: argparse.Namespace) -> int:
         data(to_json({**describe(found.simulation), **proof(found)}))
     else:
         data(tell(found.simulation, actions=arguments.actions) + "\n" + _proof_text(found))
+    draw(arguments, [found.simulation])
     return DONE
 
 

@@ -41,13 +41,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Draw, and write the picture."""
-    _check_format(arguments.output)
+    check_format(arguments.output)
     check_output(arguments.output)
     timelines = [_read(path, arguments.profile) for path in arguments.inputs]
     if arguments.output is not None:
-        write(arguments.output, _drawing(timelines, Path(arguments.output).suffix))
+        write(arguments.output, drawing(timelines, Path(arguments.output).suffix))
     if arguments.json and arguments.output != STDOUT:
-        data(_drawing(timelines, ".json"))
+        data(drawing(timelines, ".json"))
     elif arguments.ascii or arguments.output is None:
         from planner.schedule.timeline import ascii as draw_ascii
 
@@ -55,7 +55,12 @@ def run(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def _check_format(output: str | None) -> None:
+def check_format(output: str | None) -> None:
+    """Refuse a name that tells no format; none, and ``-`` for a Chrome trace on stdout, need not.
+
+    Raises:
+        DocumentError: the suffix is no picture's.
+    """
     if output in (None, STDOUT) or Path(str(output)).suffix in FORMATS:
         return
     raise DocumentError(
@@ -65,7 +70,8 @@ def _check_format(output: str | None) -> None:
     )
 
 
-def _drawing(timelines: list[Timeline], suffix: str) -> str:
+def drawing(timelines: list[Timeline], suffix: str) -> str:
+    """The picture or Chrome trace of these timelines, side by side."""
     from planner.schedule.timeline import chrome_trace, html, svg
 
     if suffix == ".svg":

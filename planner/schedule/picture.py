@@ -154,7 +154,7 @@ def _bars(events: Sequence[TimelineEvent], scale: _Scale, y: float) -> Iterator[
 
 def _number(event: TimelineEvent, stages: Sequence[int], left: float, right: float, y: float) -> Iterator[str]:
     text = event.short
-    if len(text) * DIGIT_WIDTH + 2 > right - left:
+    if (len(text) - text.count(".") / 2) * DIGIT_WIDTH + 2 > right - left:
         return
     fill = STYLES[event.kind].text if _lightness(event, stages) < 0.25 else "#111827"
     middle = (left + right) / 2

@@ -1,5 +1,8 @@
 """`planner schedule` prints what the simulator says."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from tests.cli.support import Command
@@ -227,3 +230,38 @@ def test_synthesis_of_too_much(planner: Command) -> None:
     ended = planner("schedule", "synthesized", "--stages", "64", "--micro-batches", "1024")
     assert ended.code == 2
     assert "196608 actions" in ended.err
+
+
+def test_pictures(planner: Command, tmp_path: Path) -> None:
+    """Every format, for one schedule, for several on one axis, and for the synthesised one."""
+    numbers = ("--stages", "2", "--micro-batches", "3")
+    assert planner("schedule", "zb-h1", *numbers, "-o", tmp_path / "one.html").code == 0
+    assert "zb-h1" in (tmp_path / "one.html").read_text()
+    assert planner("schedule", "--compare", "gpipe,1f1b", *numbers, "-o", tmp_path / "both.svg").code == 0
+    assert (tmp_path / "both.svg").read_text().count('class="memory"') == 4
+    ended = planner("schedule", "synthesized", *numbers, "--json", "-o", tmp_path / "best.json")
+    assert ended.json["optimal"]
+    names = {each["name"] for each in json.loads((tmp_path / "best.json").read_text())["traceEvents"]}
+    assert {"0F0", "1W2"} <= names
+
+
+def test_picture_in_the_terminal(planner: Command) -> None:
+    """`--ascii` follows the figures."""
+    told = planner("schedule", "gpipe", "--stages", "2", "--micro-batches", "2", "--ascii").out
+    assert told.splitlines()[5] == "gpipe: 9 s per step, bubble 33.3%"
+    assert told.splitlines()[6].startswith("rank 0 |F0-")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--ascii", "--json"), "--ascii: draws text"),
+        (("-o", "-"), "-o: stdout has the figures"),
+        (("-o", "out.png"), "is no picture format"),
+    ],
+)
+def test_what_is_not_drawn(planner: Command, words: tuple[str, ...], says: str) -> None:
+    """Refused before anything is simulated."""
+    ended = planner("schedule", "gpipe", "--stages", "2", "--micro-batches", "2", *words)
+    assert (ended.code, ended.out) == (2, "")
+    assert says in ended.err

@@ -171,8 +171,9 @@ def test_a_layer_may_take_and_give_several_tensors() -> None:
             return self.inner(values) + ids[:, None], ids
 
     values, ids = torch.randn(2, 4), torch.tensor([1, 2])
-    layer = BuiltLayer(Gate(), ["inner"])
-    workload = LayerWorkload(layer, (values, ids), (torch.ones(2, 4), torch.zeros(2)), None, is_first=False)
+    gate = Gate()
+    layer = BuiltLayer(gate, [gate.inner])
+    workload = LayerWorkload(layer, (values, ids), (torch.ones(2, 4), torch.zeros(2)), None, trained=(True, False))
     assert marks_of(workload) == len(PHASES) + 1
     torch.testing.assert_close(gradients(workload)["inner.bias"], torch.full((4,), 2.0))
 
