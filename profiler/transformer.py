@@ -45,6 +45,7 @@ class TransformerShape:
     heads: int
     kv_heads: int
     vocabulary: int
+    """0: blocks alone, as in measurements of single layers."""
     is_gated: bool
     """Feed-forward with a gate (SwiGLU): three matrices instead of two."""
     is_tied: bool
@@ -171,11 +172,17 @@ class TransformerCounter:
     shard: Shard
     attention: AttentionKernel
     dtype: DataType = "bf16"
+    heads: int = 1
+    """Parts of the output layer, one per pipeline rank (Yeung et al. 2024, vocabulary parallelism)."""
 
     @property
     def size(self) -> int:
         """Bytes of an activation element."""
         return BYTES_PER_ELEMENT[self.dtype]
+
+    @property
+    def _drops(self) -> bool:
+        return self.framework.has_dropout and self.shape.positions > 0
 
     def profile(self, name: str, recomputes: Sequence[RecomputeMode] = ("none",)) -> ModelProfile:
         """Embedding, blocks and head as a model profile, counted, for this shard and these recompute modes."""
@@ -195,22 +202,31 @@ class TransformerCounter:
             )
             for index in range(shape.layers)
         ]
-        layers.append(LayerProfile(name="head", kind="head", parameters=head, measurements=(self._head_row(),)))
-        shared = SharedParameters(
-            names=("embedding", "head"), layers=("embedding", "head"), parameters=padded * shape.hidden
-        )
+        head_rows = (self._head_row(),)
+        layers += [
+            LayerProfile(
+                name=f"head.{index}" if index else "head", kind="head", parameters=head, measurements=head_rows
+            )
+            for index in range(self.heads)
+        ]
+        shared: tuple[SharedParameters, ...] = ()
+        if shape.is_tied and padded:
+            both = ("embedding", "head")
+            shared = (SharedParameters(names=both, layers=both, parameters=padded * shape.hidden),)
         return ModelProfile(
             model=name,
             device="counted",
             dtype=self.dtype,
             tokens_per_sample=self.shard.sequence_length,
             layers=tuple(layers),
-            shared_parameters=(shared,) if shape.is_tied else (),
+            shared_parameters=shared,
         )
 
     def _padded_vocabulary(self) -> int:
+        if not self.shape.vocabulary:
+            return 0
         multiple = VOCABULARY_MULTIPLE * self.shard.tensor
-        return -(-self.shape.vocabulary // multiple) * multiple
+        return -(-self.shape.vocabulary // (multiple * self.heads)) * multiple
 
     def _row(self, tally: _Tally, mode: RecomputeMode, output_bytes: int, parameters: int, experts: int) -> Measurement:
         shard, flops, again = self.shard, tally.flops, tally.replayed(mode)
@@ -277,7 +293,7 @@ class TransformerCounter:
     def _residual(self, tally: _Tally) -> None:
         """Bias, dropout and residual addition."""
         elements = self.shard.split_tokens * self.shape.hidden
-        masks = int(self.framework.has_dropout)
+        masks = int(self._drops)
         tally.saved_bytes += masks * elements
         if self.framework.fuses_elementwise or not masks:
             tally.memory((3 * self.size + masks) * elements)
@@ -363,7 +379,7 @@ class TransformerCounter:
             tally.memory((size + 4) * scores, kind="softmax")
             tally.memory((4 + 4) * scores, kind="softmax")
             tally.memory((size + 4) * scores, kind="softmax")
-        masks = int(self.framework.has_dropout)
+        masks = int(self._drops)
         if masks:
             tally.memory((2 * size + 1) * scores, kind="softmax")
         tally.matmul(local, shape.size_of_head, length, size=size, batch=batch)
@@ -416,11 +432,13 @@ class TransformerCounter:
 
     def _embedding_row(self) -> Measurement:
         tally, elements = _Tally(), self.shard.split_tokens * self.shape.hidden
+        if not self.shape.vocabulary:
+            return self._row(tally, "none", self._hidden_bytes(), 0, 0)
         tally.memory(2 * self.size * self.shard.tokens * self.shape.hidden)
         tally.saved_bytes += 8 * self.shard.tokens
         if self.shape.positions:
             tally.memory(3 * self.size * elements)
-        if self.framework.has_dropout:
+        if self._drops:
             tally.memory((2 * self.size + 1) * elements)
             tally.saved_bytes += elements
         if self.shard.tensor > 1:
@@ -432,15 +450,16 @@ class TransformerCounter:
     def _head_row(self) -> Measurement:
         shape, shard, size = self.shape, self.shard, self.size
         tally = _Tally()
+        if not shape.vocabulary:
+            return self._row(tally, "none", 0, 0, 0)
         self._norm(tally)
         self._enter(tally)
         vocabulary = self._padded_vocabulary() // shard.tensor
         logits = shard.tokens * vocabulary
         tally.matmul(shard.tokens, vocabulary, shape.hidden, size=size)
-        loss = 4 if self.framework.fp32_logits else size
-        tally.memory((size + loss) * logits)
-        tally.memory(2 * loss * logits, 2)
-        tally.saved_bytes += loss * logits
-        tally.temporary_bytes = (size + loss) * logits
+        tally.memory((size + 4) * logits)
+        tally.memory(2 * 4 * logits, 2)
+        tally.saved_bytes += 4 * logits
+        tally.temporary_bytes = (size if self.framework.loss_in_place else 4 + 4) * logits
         parameters = self._padded_vocabulary() * shape.hidden // shard.tensor + shape.hidden
-        return self._row(tally, "none", size * logits if not self.framework.fp32_logits else 0, parameters, 0)
+        return self._row(tally, "none", 0, parameters, 0)

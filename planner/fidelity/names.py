@@ -38,7 +38,7 @@ _DEVICES = (
 )
 
 _FRAMEWORKS = (
-    (r"golden|megatron-core|nemo|primus", "megatron-core"),
+    (r"golden|megatron-core|nemo|primus|vocabulary parallelism", "megatron-core"),
     (r"deepspeed zero-3|zero-3|^deepspeed", "deepspeed"),
     (r"megatron-deepspeed|deepspeed 3d|megatron\+deepspeed|sailor", "megatron-deepspeed"),
     (r"aa-scaling|aleph", "aa-scaling"),

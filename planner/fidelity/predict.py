@@ -28,8 +28,11 @@ class Predicted:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of one step."""
-        return self.prediction.step_seconds
+        """Seconds of what was timed: one step, or forward and backward of the layers alone."""
+        if not self.run.is_one_layer:
+            return self.prediction.step_seconds
+        parts = self.prediction.breakdown
+        return parts.compute_seconds + parts.recompute_seconds + parts.tensor_parallel_seconds
 
     @property
     def time_error(self) -> float | None:
@@ -81,12 +84,14 @@ def workload_of(run: Run, constants: Constants | None = None) -> Workload:
 
 def stage_map(run: Run) -> StageMap:
     """Embedding, blocks and head on their stages."""
-    stages, start = [], 1
+    stages, start, head = [], 1, run.shape.layers + 1
     for index, count in enumerate(run.blocks_per_stage):
         blocks: list[tuple[int, RecomputeMode]] = [(layer, run.recompute) for layer in range(start, start + count)]
         start += count
         first: list[tuple[int, RecomputeMode]] = [(0, "none")] if index == 0 else []
-        last: list[tuple[int, RecomputeMode]] = [(start, "none")] if index == len(run.blocks_per_stage) - 1 else []
+        last: list[tuple[int, RecomputeMode]] = [(head, "none")] if index == len(run.blocks_per_stage) - 1 else []
+        if run.splits_vocabulary:
+            first, last = [*first, (head + index, "none")], []
         stages.append(first + blocks + last)
     return stages
 
@@ -102,7 +107,8 @@ def _profile(run: Run) -> ModelProfile:
         expert=layout.expert_parallel_degree,
         sequence_parallel=layout.sequence_parallel,
     )
-    counter = TransformerCounter(run.shape, run.framework, shard, run.attention, run.dtype)
+    heads = len(run.blocks_per_stage) if run.splits_vocabulary else 1
+    counter = TransformerCounter(run.shape, run.framework, shard, run.attention, run.dtype, heads)
     return counter.profile(run.source_id, (run.recompute,))
 
 

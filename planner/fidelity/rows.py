@@ -73,6 +73,13 @@ class Run:
     memory_rank: RankChoice
     ran_out: bool
     rank_group: str
+    splits_vocabulary: bool = False
+    """Embedding and output layer are split over the pipeline ranks."""
+
+    @property
+    def is_one_layer(self) -> bool:
+        """Forward and backward of blocks alone were timed, without a step around them."""
+        return self.shape.vocabulary == 0
 
     @property
     def devices(self) -> int:
@@ -138,7 +145,7 @@ def run_of(row: Row, family: str) -> Run:
     shape = _shape(row)
     layout, batch = _layout(row)
     step = _step_seconds(row, layout, batch)
-    memory = _number(row, "mem_gib")
+    memory = _memory_bytes(row)
     ran_out = row["status"] == "OOM"
     if step is None and memory is None and not ran_out:
         raise OutOfScope("nothing measured")
@@ -164,11 +171,12 @@ def run_of(row: Row, family: str) -> Run:
         recompute=_recompute(row["recompute"]),
         blocks_per_stage=_blocks(shape.layers, layout, row["notes"]),
         step_seconds=step,
-        memory_bytes=None if memory is None else memory * 2**30,
+        memory_bytes=memory,
         memory_kind=_memory_kind(row["mem_kind"]),
         memory_rank=_memory_rank(row["mem_kind"]),
         ran_out=ran_out,
         rank_group=row["rank_group"],
+        splits_vocabulary=bool(re.search(r"vocab parallel|interlaced", row["schedule"])),
     )
 
 
@@ -220,7 +228,7 @@ def _shape(row: Row) -> TransformerShape:
         feed_forward=feed_forward,
         heads=heads,
         kv_heads=_whole(row, "kv_heads") or heads,
-        vocabulary=_whole(row, "vocab") or VOCABULARY,
+        vocabulary=VOCABULARY if _number(row, "vocab") is None else _whole(row, "vocab") or 0,
         is_gated=feed_forward != 4 * hidden,
         is_tied=feed_forward == 4 * hidden,
         experts=_whole(row, "experts") or 0,
@@ -245,13 +253,15 @@ def _layout(row: Row) -> tuple[Layout, int]:
     if tensor is None or pipeline is None:
         raise OutOfScope("no layout (degrees)")
     model = tensor * pipeline * context
+    expert = _whole(row, "ep") or 1
+    if gpus is None and data is None:
+        gpus = max(model, model * (max(expert, (_whole(row, "gpus_per_node") or 1) // model)))
     if data is None or (gpus is not None and data * model != gpus):
         data = max(1, (gpus or model) // model)
     if gpus is not None and data * model != gpus:
         raise OutOfScope("no layout (degrees do not multiply to the GPUs)")
     size, batch, count = _micro_batches(row, data)
     virtual = _virtual(row, pipeline, count)
-    expert = _whole(row, "ep") or 1
     return (
         Layout(
             data_parallel_degree=data,
@@ -286,8 +296,9 @@ def _micro_batches(row: Row, data: int) -> tuple[int, int, int]:
 def _virtual(row: Row, pipeline: int, micro_batches: int) -> int:
     """Virtual stages per rank, where the interleaved schedule can run them."""
     layers = _needed(row, "layers")
-    wanted = layers // pipeline if "max" in row["vp"] else _whole(row, "vp") or 1
-    runs = pipeline > 1 and micro_batches % pipeline == 0 and layers % (pipeline * wanted) == 0
+    wanted = -(-layers // pipeline) if "max" in row["vp"] else _whole(row, "vp") or 1
+    divides = layers % (pipeline * wanted) == 0 or (layers + 2) % (pipeline * wanted) == 0
+    runs = pipeline > 1 and micro_batches % pipeline == 0 and divides
     return wanted if runs else 1
 
 
@@ -325,7 +336,14 @@ def _memory_kind(text: str) -> MemoryKind:
     lowered = text.lower()
     if "nvidia-smi" in lowered or "device" in lowered:
         return "device"
-    return "reserved" if "reserved" in lowered else "allocated"
+    return "reserved" if "reserved" in lowered and "allocated" not in lowered else "allocated"
+
+
+def _memory_bytes(row: Row) -> float | None:
+    """GiB, except where a source prints GB of torch's own counters."""
+    memory, lowered = _number(row, "mem_gib"), row["mem_kind"].lower()
+    is_decimal = "gb" in lowered.replace("gib", "") and "nvidia-smi" not in lowered and "rounded" not in lowered
+    return None if memory is None else memory * (1e9 if is_decimal else 2**30)
 
 
 def _memory_rank(text: str) -> RankChoice:

@@ -50,12 +50,11 @@ class Framework:
     """Bias, activation, dropout and residual addition in one kernel each (compiled or hand-written)."""
     fuses_norm: bool = True
     has_dropout: bool = False
+    """By default, in models with learned positions; those with rotary ones are trained without."""
     fp32_gradients: bool = False
     """Gradients of half-precision parameters are accumulated in fp32, beside the parameter's own type."""
-    keeps_half_gradients: bool = False
-    """The half-precision gradient lives on beside the fp32 one."""
-    fp32_logits: bool = True
-    """The loss is computed on a copy of the logits in fp32."""
+    loss_in_place: bool = False
+    """Cross entropy overwrites its fp32 logits (Megatron-LM's vocabulary-parallel one); torch's keeps copies."""
     fp32_master: bool = True
     """Mixed precision keeps a master copy; False: the sharded parameters are in fp32 and cast when gathered."""
     overlaps_reduction: bool = False
@@ -64,8 +63,6 @@ class Framework:
     """ZeRO 1 and 2: updated parameters are gathered beside the next forward."""
     keeps_gathered: bool = False
     """ZeRO 3: gathered parameters stay until the backward (reshard_after_forward=False)."""
-    embedding_on_all: bool = False
-    """The output of the embedding is summed by its own collective even under sequence parallelism."""
     checkpoints_shards: bool = False
     """A recomputed block keeps its input split over the tensor-parallel ranks."""
 
@@ -78,12 +75,14 @@ _ALL = (
         attention="fused-softmax",
         fuses_elementwise=True,
         has_dropout=True,
-        keeps_half_gradients=True,
+        loss_in_place=True,
     ),
     Framework(
         "megatron-core",
         "NVIDIA/Megatron-LM with Megatron-Core and TransformerEngine: main_grad in fp32, overlapped",
         fuses_elementwise=True,
+        has_dropout=True,
+        loss_in_place=True,
         fp32_gradients=True,
         overlaps_reduction=True,
         overlaps_gathers=True,
@@ -94,7 +93,7 @@ _ALL = (
         attention="fused-softmax",
         fuses_elementwise=True,
         has_dropout=True,
-        keeps_half_gradients=True,
+        loss_in_place=True,
     ),
     Framework(
         "aa-scaling",
@@ -141,7 +140,7 @@ _ALL = (
     Framework(
         "internevo", "InternLM/InternEvo: hybrid ZeRO, overlapped", overlaps_reduction=True, overlaps_gathers=True
     ),
-    Framework("galvatron", "PKU-DAIR/Hetu-Galvatron on Megatron-Core", fuses_elementwise=True),
+    Framework("galvatron", "PKU-DAIR/Hetu-Galvatron on Megatron-Core", fuses_elementwise=True, loss_in_place=True),
     Framework("paxml", "google/paxml: XLA", fuses_elementwise=True, overlaps_reduction=True, overlaps_gathers=True),
 )
 FRAMEWORKS: dict[str, Framework] = {framework.name: framework for framework in _ALL}
