@@ -123,6 +123,10 @@ class GraphStage:
         sent = tuple(_own(tensors[index]) for index in stage.gives)
         return sent[0] if len(sent) == 1 else sent
 
+    def prepare(self, *received: Tensor) -> None:
+        """Trace the model at the size of these tensors, as the first run at a size would."""
+        self._program(received)
+
     def _program(self, given: tuple[Tensor, ...]) -> _StageProgram:
         dtype = self._dtype(given)
         key = (tuple(tuple(tensor.shape) for tensor in given), dtype)

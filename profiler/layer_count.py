@@ -26,6 +26,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
 
+from profiler.cut_stage import GraphStage
 from profiler.quantities import LayerCount
 from profiler.shard import Exchanges
 from profiler.transformer_cut import meta_friendly
@@ -87,6 +88,7 @@ class LayerRun:
             handed_bytes: of the outputs that the next layer takes; None: of all.
         """
         watcher = self.watcher
+        self._prepare(inputs)
         for tensor in (*self.stage.parameters(), *self.stage.buffers()):
             watcher.own((tensor, tensor.grad))
         with FusedAttention(), self._meta_friendly(), watcher:
@@ -122,6 +124,12 @@ class LayerRun:
             torch.empty(shape, dtype=dtype, device="meta", requires_grad=trained) for shape, dtype, trained in made
         )
         return LayerTrace(count, kept.inputs, kept.outputs, tuple(metas))
+
+    def _prepare(self, inputs: Tensors) -> None:
+        """What a stage does once per size is no part of its layer."""
+        forward = self.stage.__dict__.get("forward")
+        if isinstance(forward, GraphStage):
+            forward.prepare(*inputs)
 
     def _meta_friendly(self) -> AbstractContextManager[None]:
         return meta_friendly() if hasattr(self.stage, "config") else nullcontext()

@@ -17,8 +17,9 @@ UNIT = StageTimes(forward=1, backward_input=1, backward_weight=1, transfer=0)
 
 @st.composite
 def one_stage_schedules(draw: st.DrawFn) -> Schedule:
-    """A schedule of the catalogue with one stage per rank."""
-    name, ranks = draw(st.sampled_from(names())), draw(st.integers(1, 5))
+    """A schedule of the catalogue with one stage per rank, and one copy of it."""
+    one_copy = [name for name in names(fixed_only=True) if name not in ("chimera", "dualpipe")]
+    name, ranks = draw(st.sampled_from(one_copy)), draw(st.integers(1, 5))
     try:
         return build(name, ranks=ranks, micro_batches=draw(st.integers(1, 9)), virtual_stages=1)
     except LayoutError:
