@@ -74,7 +74,7 @@ def _rows(kind: str, layers: list[LayerProfile]) -> list[tuple[str, ...]]:
             _seconds(row.forward_seconds),
             _seconds(_backward(row)),
             "-" if row.relative_spread is None else percent(row.relative_spread),
-            gibibytes(row.activation_bytes),
+            scaled(row.activation_bytes, "B"),
             row.source,
         )
         for row in plain
