@@ -115,7 +115,8 @@ class TensorChain:
     def borders(self, model: nn.Module, inputs: InputMaker, size: Size) -> Borders:
         """One tensor at every border."""
         given = inputs(*size)
-        crossing = (given, *((output,) for output in self.outputs(model, given[0])))
+        outputs = (each.detach().requires_grad_(each.is_floating_point()) for each in self.outputs(model, given[0]))
+        crossing = (given, *((output,) for output in outputs))
         return Borders(crossing, crossing[:-1], crossing[1:], tuple(output.nbytes for (output,) in crossing[1:]))
 
     def readers(self, index: int, place: int) -> list[tuple[int, int]]:
@@ -401,5 +402,8 @@ def name_kinds(signatures: Iterable[Any], stems: Iterable[str]) -> list[str]:
 
 
 def detachable(output: Tensor) -> Tensor:
-    """The tensor itself, or a copy when it is a view: schedules detach stage outputs in place, views refuse that."""
-    return output.clone() if output._is_view() else output
+    """The tensor itself, or a contiguous copy when it is a view: schedules detach stage outputs in place, which views
+    refuse, and send them, which takes contiguous tensors."""
+    if output._is_view() or not output.is_contiguous():
+        return output.clone(memory_format=torch.contiguous_format)
+    return output

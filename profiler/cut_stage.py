@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from profiler.cut import detachable
 from profiler.cut_layers import Flow, Run
 from profiler.cut_trace import Attribute, OwnDevice, Step, Value
 
@@ -120,7 +121,7 @@ class GraphStage:
         for layer, program in zip(self.layers.values(), stage.programs, strict=True):
             made = layer(program, *(tensors[index] for index in program.takes))
             tensors |= dict(zip(program.makes, made, strict=True))
-        sent = tuple(_own(tensors[index]) for index in stage.gives)
+        sent = tuple(detachable(tensors[index]) for index in stage.gives)
         return sent[0] if len(sent) == 1 else sent
 
     def prepare(self, *received: Tensor) -> None:
@@ -159,8 +160,3 @@ class _StageProgram:
         storages = {storage for storage, index in flow.changed.items() if runs[0].start <= index < runs[-1].stop}
         changed = frozenset(value for value in takes if flow.trace.shapes[value].storage in storages)
         return cls(takes, tuple(Program.of(flow, run) for run in runs), gives, changed)
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """Schedules detach stage outputs in place: views refuse that, and a received tensor must stay a leaf."""
-    return tensor.clone() if tensor._is_view() else tensor

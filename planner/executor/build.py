@@ -17,11 +17,11 @@ from planner.executor.replicas import GradientReducer
 from planner.executor.runtime import Loss, PipelineRuntime
 from planner.executor.scaling import LossScaler, scaler_for
 from planner.executor.sharding import shard_tensors
-from planner.executor.stages import Boundary, TimedStage
+from planner.executor.stages import Boundaries, Boundary, TimedStage
 from planner.executor.streams import RandomStreams
 from planner.executor.timeline import Recorder
 from planner.schedule import build as build_schedule
-from planner.spec.plan import Plan
+from planner.spec.plan import Plan, PlannedLayer
 from planner.spec.profile import RecomputeMode, SharedParameters
 from profiler import tensor_parallel
 from profiler.cut import LayerCut
@@ -78,12 +78,25 @@ def stage_ranges(plan: Plan, cut: LayerCut) -> tuple[StageRange, ...]:
             field="stages",
             mend="run the plan with the model that it was made for.",
         )
+    _check_modules(planned, cut)
     ranges, start = [], 0
     for stage in plan.stages:
         stop = start + len(stage.layers)
         ranges.append(StageRange(start, stop, {start + i: layer.recompute for i, layer in enumerate(stage.layers)}))
         start = stop
     return tuple(ranges)
+
+
+def _check_modules(planned: list[PlannedLayer], cut: LayerCut) -> None:
+    """A plan that names modules must cut the model where this version does."""
+    for row, layer in zip(planned, cut.layers, strict=True):
+        if row.modules and row.modules != layer.modules:
+            raise MismatchError(
+                f"layer {row.name!r} of the plan is made of {', '.join(row.modules)}, the model's of "
+                f"{', '.join(layer.modules)}.",
+                field="stages",
+                mend="profile the model again with this version, and plan with that profile.",
+            )
 
 
 def build_rank(
@@ -115,7 +128,8 @@ def build_rank(
     )
     scaler = scaler_for(job.precision)
     streams = RandomStreams(seed, device)
-    streams.attach(module, [name for layer in cut.layers for name in layer.modules])
+    for index in range(mine.start, mine.stop):
+        streams.attach(cut.parts(module, index))
     recorder = Recorder(device)
     received, sent = boundaries(plan, source, mine)
     stage = TimedStage(
@@ -160,12 +174,14 @@ def tensor_styles(module: nn.Module, source: ModelSource, degree: int) -> dict[s
     return tensor_parallel.split_modules(module, tensor_parallel.plan(source)) if degree > 1 else {}
 
 
-def boundaries(plan: Plan, source: ModelSource, mine: StageRange) -> tuple[Boundary, Boundary]:
+def boundaries(plan: Plan, source: ModelSource, mine: StageRange) -> tuple[Boundaries, Boundaries]:
     """What one micro-batch carries into and out of a stage."""
     size, length = plan.layout.micro_batch_size, plan.request.job.sequence_length
     crossing = source.borders(size, length).crossing
     dtype = COMPUTE_DTYPE[plan.request.job.precision]
-    received, sent = (Boundary.of(crossing[position][0], dtype) for position in (mine.start, mine.stop))
+    received, sent = (
+        tuple(Boundary.of(each, dtype) for each in crossing[position]) for position in (mine.start, mine.stop)
+    )
     return received, sent
 
 
@@ -191,7 +207,7 @@ def _shared_copies(
         group = _group_across(stages, mesh)
         names = [name for name in parameters.names if name in held]
         if group is not None and names:
-            copies.append(SharedCopy(held[names[0]], group, is_owner=parameters.names[0] in held))
+            copies.append(SharedCopy(held[names[0]], group, is_owner=mesh.pipeline == stages[0]))
     return tuple(copies)
 
 

@@ -18,7 +18,9 @@ import torch
 
 from planner.errors import DocumentError, PlannerError, UnsupportedError
 
-Batch = tuple[torch.Tensor, torch.Tensor]
+Inputs = tuple[torch.Tensor, ...]
+"""All that the model takes, samples along dimension 0."""
+Batch = tuple[Inputs, torch.Tensor]
 """Inputs and targets, samples along dimension 0."""
 
 Dataset = Callable[[int, int], Batch]
@@ -40,6 +42,8 @@ class DataSpec:
     """Of one image or feature vector."""
     classes: int
     """Size of the model's last output dimension."""
+    further: tuple[tuple[str, tuple[int, ...], int], ...] = ()
+    """Kind, shape of one sample and range (of whole numbers) of what the model takes besides its first input."""
 
 
 def load_dataset(name: str, spec: DataSpec, *, seed: int) -> Dataset:
@@ -47,8 +51,9 @@ def load_dataset(name: str, spec: DataSpec, *, seed: int) -> Dataset:
 
     Args:
         name: ``stdlib`` (the sources of Python's own standard library, as byte tokens), ``synthetic`` (random samples
-            of the right shape), the path of a text file (byte tokens), or ``package.module:callable`` with the
-            signature of `Dataset`.
+            of the right shape), the path of a text file (byte tokens), or ``package.module:callable``:
+            (start, stop) -> (inputs, targets), the inputs a tensor, or a tuple where the model takes several. Of text,
+            all inputs of an encoder-decoder are the same tokens.
 
     Raises:
         DocumentError: there is no such file or callable, or it holds less than one sample.
@@ -57,10 +62,11 @@ def load_dataset(name: str, spec: DataSpec, *, seed: int) -> Dataset:
     if name == "synthetic":
         return _Synthetic(spec, seed)
     if ":" in name and not Path(name).exists():
-        return _UserData(load_callable(name, field="data"), name)
-    if spec.input_kind != "tokens":
+        return _UserData(load_callable(name, field="data"), name, 1 + len(spec.further))
+    others = [kind for kind in (spec.input_kind, *(kind for kind, _, _ in spec.further)) if kind != "tokens"]
+    if others:
         raise UnsupportedError(
-            f"{name!r} is text, but the model takes {spec.input_kind}.",
+            f"{name!r} is text, but the model takes {others[0]}.",
             field="data",
             mend="use 'synthetic', or package.module:callable that returns (inputs, targets).",
         )
@@ -116,12 +122,13 @@ class _ByteTokens:
             )
         whole = torch.frombuffer(bytearray(text[: windows * spec.sequence_length]), dtype=torch.uint8)
         self._windows = whole.view(windows, spec.sequence_length)
+        self._inputs = 1 + len(spec.further)
         self._order = torch.randperm(windows, generator=torch.Generator().manual_seed(seed))
 
     def __call__(self, start: int, stop: int) -> Batch:
         chosen = self._order[torch.arange(start, stop) % len(self._order)]
         tokens = self._windows[chosen].long()
-        return tokens, tokens
+        return (tokens,) * self._inputs, tokens
 
 
 class _Synthetic:
@@ -133,24 +140,36 @@ class _Synthetic:
 
     def __call__(self, start: int, stop: int) -> Batch:
         samples = [self._sample(index) for index in range(start, stop)]
-        return torch.stack([inputs for inputs, _ in samples]), torch.stack([targets for _, targets in samples])
+        inputs = zip(*(inputs for inputs, _ in samples), strict=True)
+        return tuple(map(torch.stack, map(list, inputs))), torch.stack([targets for _, targets in samples])
 
     def _sample(self, index: int) -> Batch:
         generator = torch.Generator().manual_seed(hash((self._seed, index)) & 0x7FFFFFFFFFFFFFFF)
-        if self._spec.input_kind == "tokens":
-            length = (self._spec.sequence_length,)
-            tokens = torch.randint(self._spec.vocabulary_size, length, generator=generator)
-            return tokens, tokens
-        inputs = torch.randn(self._spec.sample_shape, generator=generator)
-        return inputs, torch.randint(self._spec.classes, (), generator=generator)
+        spec = self._spec
+        first = _draw(spec.input_kind, spec.sample_shape, spec.vocabulary_size, spec.sequence_length, generator)
+        further = [_draw(*each, spec.sequence_length, generator) for each in spec.further]
+        is_text = spec.input_kind == "tokens"
+        targets = first if is_text else torch.randint(spec.classes, (), generator=generator)
+        return (first, *further), targets
+
+
+def _draw(
+    kind: str, shape: tuple[int, ...], limit: int, sequence_length: int, generator: torch.Generator
+) -> torch.Tensor:
+    """One random sample of an input."""
+    if kind in ("tokens", "indices"):
+        size = (sequence_length,) if kind == "tokens" else shape
+        return torch.randint(max(limit, 1), size, generator=generator)
+    return torch.randn(shape, generator=generator)
 
 
 class _UserData:
     """The user's own callable, its answers checked."""
 
-    def __init__(self, function: Callable[..., Any], name: str) -> None:
+    def __init__(self, function: Callable[..., Any], name: str, inputs: int) -> None:
         self._function = function
         self._name = name
+        self._inputs = inputs
 
     def __call__(self, start: int, stop: int) -> Batch:
         try:
@@ -163,7 +182,14 @@ class _UserData:
                 field="data",
                 mend="return (inputs, targets) of the samples start..stop-1.",
             ) from error
-        for role, value in (("inputs", inputs), ("targets", targets)):
+        inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+        if len(inputs) != self._inputs:
+            raise DocumentError(
+                f"{self._name}({start}, {stop}) returned {len(inputs)} inputs, the model takes {self._inputs}.",
+                field="data",
+                mend="return (inputs, targets), inputs a tensor or a tuple of all that the model takes.",
+            )
+        for role, value in (*(("inputs", each) for each in inputs), ("targets", targets)):
             if not isinstance(value, torch.Tensor) or len(value) != stop - start:
                 raise DocumentError(
                     f"{self._name}({start}, {stop}) returned {role} that are not a tensor of {stop - start} samples.",

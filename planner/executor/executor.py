@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from planner.errors import DocumentError, MismatchError, RunError
+from planner.errors import DocumentError, MismatchError, RunError, UnsupportedError
 from planner.executor.build import boundaries, build_rank, stage_ranges
 from planner.executor.data import DataSpec, load_dataset
 from planner.executor.loss import load_loss
@@ -68,8 +68,9 @@ class Executor:
         self.plan = plan if isinstance(plan, Plan) else read(Plan, plan)
         grid = check_plan(self.plan)
         check_world(self.plan, world_size())
-        self.source = model if isinstance(model, ModelSource) else load_model(model)
+        self.source = as_planned(self.plan, model if isinstance(model, ModelSource) else load_model(model))
         check_model(self.plan, self.source)
+        _check_loss(self.plan, self.source, loss)
         self.device = choose_device(device)
         self._made_group = _join(self.device, timeout_seconds)
         self.mesh = build_mesh(grid, self.device.type)
@@ -130,6 +131,12 @@ def choose_device(name: str | None) -> torch.device:
     return device
 
 
+def as_planned(plan: Plan, source: ModelSource) -> ModelSource:
+    """The model, cut where its profile was."""
+    profile = plan.request.profile
+    return source.cut_at(profile.cut if profile is not None else ())
+
+
 def check_model(plan: Plan, source: ModelSource) -> None:
     """Refuse a model that the plan was not made for.
 
@@ -149,7 +156,7 @@ def check_model(plan: Plan, source: ModelSource) -> None:
             field="model",
             mend=f"run the plan with {plan.request.model}, or plan again.",
         )
-    stage_ranges(plan, source.cut())
+    stage_ranges(plan, as_planned(plan, source).cut())
 
 
 def data_spec(plan: Plan, source: ModelSource) -> DataSpec:
@@ -161,8 +168,21 @@ def data_spec(plan: Plan, source: ModelSource) -> DataSpec:
         sequence_length=length,
         vocabulary_size=source.vocabulary_size,
         sample_shape=source.sample_shape,
-        classes=boundaries(plan, source, whole)[1].shape[-1],
+        classes=boundaries(plan, source, whole)[1][0].shape[-1],
+        further=tuple((each.kind, each.sample_shape, each.limit) for each in source.further_inputs),
     )
+
+
+def _check_loss(plan: Plan, source: ModelSource, loss: str | None) -> None:
+    """The losses that are known here take one tensor."""
+    outputs = source.borders(plan.layout.micro_batch_size, plan.request.job.sequence_length).crossing[-1]
+    if loss is None and (len(outputs) > 1 or outputs[0].dim() != (3 if source.input_kind == "tokens" else 2)):
+        shapes = ", ".join(str(tuple(each.shape)) for each in outputs)
+        raise UnsupportedError(
+            f"{source.name} returns {shapes}, which the losses known here do not take.",
+            field="loss",
+            mend="give package.module:callable, which takes (output or tuple of outputs, targets).",
+        )
 
 
 def _join(device: torch.device, timeout_seconds: float) -> bool:

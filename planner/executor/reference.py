@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from planner.executor.data import Batch, load_dataset
-from planner.executor.executor import check_model, data_spec
+from planner.executor.data import Batch, Inputs, load_dataset
+from planner.executor.executor import as_planned, check_model, data_spec
 from planner.executor.failure import write_failure
 from planner.executor.loss import load_loss
 from planner.executor.materialise import materialise
@@ -62,11 +62,13 @@ def train_reference(
     The batch is taken in the plan's micro-batches, because dropout and batch normalisation depend on them.
     """
     check_plan(plan)
+    source = as_planned(plan, source)
     job = plan.request.job
     device = torch.device("cpu")
     model = _whole_model(source, device, seed)
     streams = RandomStreams(seed, device)
-    streams.attach(model, [name for layer in source.cut().layers for name in layer.modules])
+    for index in range(len(source.cut().layers)):
+        streams.attach(source.cut().parts(model, index))
     hidden = hidden_matrices(source.blueprint, source.cut())
     update = _Update(model, hidden, job, learning_rate, max_gradient_norm)
     dataset = load_dataset(data, data_spec(plan, source), seed=seed)
@@ -86,10 +88,8 @@ def _whole_model(source: ModelSource, device: torch.device, seed: int) -> nn.Mod
     return materialise(source, lambda model: cut.stage(model, 0, len(cut.layers)), device=device, seed=seed)
 
 
-def _forward(
-    model: nn.Module, loss: Loss, dtype: torch.dtype, inputs: torch.Tensor, targets: torch.Tensor
-) -> torch.Tensor:
-    return loss(model(inputs.to(dtype) if inputs.is_floating_point() else inputs), targets)
+def _forward(model: nn.Module, loss: Loss, dtype: torch.dtype, inputs: Inputs, targets: torch.Tensor) -> torch.Tensor:
+    return loss(model(*(each.to(dtype) if each.is_floating_point() else each for each in inputs)), targets)
 
 
 def _accumulate(
@@ -100,11 +100,13 @@ def _accumulate(
     Args:
         forward: (inputs, targets) of a micro-batch -> its mean loss.
     """
-    parts = list(zip(*(torch.split(tensor, micro_batch_size) for tensor in batch), strict=True))
+    inputs_of_batch, targets_of_batch = batch
+    tensors = (*inputs_of_batch, targets_of_batch)
+    parts = list(zip(*(torch.split(tensor, micro_batch_size) for tensor in tensors), strict=True))
     total = 0.0
-    for number, (inputs, targets) in enumerate(parts):
+    for number, (*inputs, targets) in enumerate(parts):
         streams.micro_batch = number
-        value = forward(inputs, targets) / len(parts)
+        value = forward(tuple(inputs), targets) / len(parts)
         torch.autograd.backward(scaler.scale(value))
         total += float(value.detach())
     return total

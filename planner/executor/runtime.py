@@ -30,8 +30,9 @@ from planner.executor.scaling import LossScaler
 from planner.executor.stages import TimedStage
 from planner.executor.timeline import Recorder
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(output of the last stage, targets) -> mean loss of one micro-batch."""
+Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+"""(output of the last stage, targets) -> mean loss of one micro-batch. The output is a tensor, or the tuple of all that
+the model returns."""
 
 Unit = tuple[int, int]
 """(stage, micro-batch)"""
@@ -95,17 +96,17 @@ class PipelineRuntime(_PipelineScheduleRuntime):
             _ComputationType.RESHARD: _nothing,
         }
 
-    def run_step(self, inputs: torch.Tensor | None, targets: torch.Tensor | None) -> torch.Tensor:
+    def run_step(self, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor | None) -> torch.Tensor:
         """Run one step and return this replica's share of its loss, the mean over all micro-batches of all replicas;
         zero on ranks without the last stage.
 
         Args:
-            inputs: this data-parallel rank's samples, on the first stage; split along dimension 0.
+            inputs: this data-parallel rank's samples, all that the model takes, on the first stage; none on others.
+                Split along dimension 0.
             targets: likewise, on the last stage.
         """
         losses: list[torch.Tensor] = []
-        arguments = () if inputs is None else (inputs,)
-        self.step(*arguments, target=targets, losses=losses, return_outputs=False)
+        self.step(*inputs, target=targets, losses=losses, return_outputs=False)
         if not losses:
             return torch.zeros((), device=self._stages[0].device)
         return torch.stack(losses).sum()
@@ -190,7 +191,7 @@ class _LossShare:
         self._micro_batches = micro_batches
         self._scaler = scaler
 
-    def __call__(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def __call__(self, output: Any, targets: torch.Tensor) -> torch.Tensor:
         share = self._loss(output, targets) / self._micro_batches
         # The first scale is already too large for fp16, which a user's own loss may return.
         return share if self._scaler is None else share.float() * self._scaler.scale

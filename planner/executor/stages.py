@@ -24,20 +24,30 @@ from planner.executor.timeline import Recorder
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """Shape and type of the tensor that crosses into or out of a stage, for one micro-batch."""
+    """Shape and type of a tensor that crosses into or out of a stage, for one micro-batch."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    requires_grad: bool
+    """It carries a gradient back to the stage before."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor, floating: torch.dtype | None = None) -> Boundary:
         """The boundary that this tensor crosses; `floating`: the type that floating-point tensors are cast to."""
         dtype = floating if floating is not None and tensor.is_floating_point() else tensor.dtype
-        return cls(tuple(tensor.shape), dtype)
+        return cls(tuple(tensor.shape), dtype, tensor.requires_grad)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Is the tensor of this shape and type?"""
+        return tuple(tensor.shape) == self.shape and tensor.dtype == self.dtype
 
     def to_meta(self) -> torch.Tensor:
-        """A tensor without data. Floats require gradients: they carry them back to the stage before."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.dtype.is_floating_point)
+        """A tensor without data."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.requires_grad)
+
+
+Boundaries = tuple[Boundary, ...]
+"""Of all tensors that cross together."""
 
 
 class TimedStage(PipelineStage):
@@ -51,15 +61,16 @@ class TimedStage(PipelineStage):
         *,
         device: torch.device,
         group: dist.ProcessGroup,
-        received: Boundary,
-        sent: Boundary,
+        received: Boundaries,
+        sent: Boundaries,
         recorder: Recorder,
         streams: RandomStreams,
         first_micro_batch: int,
     ) -> None:
         # Static metadata: torch's dynamic inference would run every stage once on garbage and spoil BatchNorm's
         # statistics.
-        super().__init__(module, index, count, device, received.to_meta(), sent.to_meta(), group=group)
+        takes, gives = (tuple(each.to_meta() for each in side) for side in (received, sent))
+        super().__init__(module, index, count, device, takes, gives, group=group)
         self._recorder = recorder
         self._streams = streams
         self._first_micro_batch = first_micro_batch
@@ -84,9 +95,10 @@ class TimedStage(PipelineStage):
         self._streams.micro_batch = self._first_micro_batch + fwd_chunk_id
         output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         _release(self.args_recv_info[fwd_chunk_id])
-        if Boundary.of(output) != self._sent:
-            # The neighbour's buffer is of the declared shape: another one would arrive as garbage.
-            raise RunError(f"stage {self.stage_index} returned {Boundary.of(output)} instead of {self._sent}.")
+        outputs = output if isinstance(output, tuple) else (output,)
+        if len(outputs) != len(self._sent) or not all(map(Boundary.holds, self._sent, outputs)):
+            # The neighbour's buffers are of the declared shapes: others would arrive as garbage.
+            raise RunError(f"stage {self.stage_index} returned {list(map(Boundary.of, outputs))}, not {self._sent}.")
         return output
 
     def backward_one_chunk(

@@ -10,7 +10,7 @@ each rank's heads drop alike.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -28,12 +28,10 @@ class RandomStreams:
         self.micro_batch = 0
         """Number in the global batch: data rank x micro-batches per rank + micro-batch."""
 
-    def attach(self, module: nn.Module, layer_modules: Iterable[str]) -> None:
-        """Seed before each of these modules (qualified names; those that the rank does not hold are left out)."""
-        held = dict(module.named_modules())
-        for name in layer_modules:
-            if name in held:
-                held[name].register_forward_pre_hook(partial(self._before, name))
+    def attach(self, parts: Mapping[str, nn.Module]) -> None:
+        """Seed before each of these modules, by a name that is the same on all ranks (`LayerCut.parts`)."""
+        for name, module in parts.items():
+            module.register_forward_pre_hook(partial(self._before, name))
 
     def _before(self, name: str, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         text = f"{self._seed}:{name}:{self.step}:{self.micro_batch}"

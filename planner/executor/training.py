@@ -12,7 +12,7 @@ import torch.distributed as dist
 from planner.errors import RunError
 from planner.executor import gradients
 from planner.executor.build import RankPart
-from planner.executor.data import Dataset, local_part
+from planner.executor.data import Dataset, Inputs, local_part
 from planner.executor.mesh import Mesh
 from planner.executor.optimizer import COMPUTE_DTYPE
 from planner.executor.report import StepRecord
@@ -85,14 +85,14 @@ class Trainer:
         spans = self._part.recorder.end_step()
         return StepRecord(self._global_loss(loss, step), seconds, spans)
 
-    def _read(self, step: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _read(self, step: int) -> tuple[Inputs, torch.Tensor | None]:
         """This replica's samples: inputs on the first stage, targets on the last, nothing between."""
         if not (self._mesh.is_first_stage or self._mesh.is_last_stage):
-            return None, None
+            return (), None
         batch = self._plan.request.job.global_batch_size
         inputs, targets = self._dataset(*local_part(step, batch, self._mesh.data, self._mesh.grid.data))
         return (
-            self._to_device(inputs) if self._mesh.is_first_stage else None,
+            tuple(map(self._to_device, inputs)) if self._mesh.is_first_stage else (),
             targets.to(self._device) if self._mesh.is_last_stage else None,
         )
 

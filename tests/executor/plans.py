@@ -41,7 +41,19 @@ LLAMA = {
 }
 QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 8}
 STEEPNESS = 8.0
-CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3, "tied-llama": {**LLAMA, "tie_word_embeddings": True}}
+T5 = {
+    "model_type": "t5",
+    "vocab_size": 256,
+    "d_model": 16,
+    "d_kv": 4,
+    "d_ff": 24,
+    "num_layers": 2,
+    "num_heads": 4,
+    "dropout_rate": 0.1,
+}
+GRAPHS = ("unet", "resnet")
+"""Callables of `tests.profiler.graphs`."""
+CONFIGS = {"t5": T5, "gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3, "tied-llama": {**LLAMA, "tie_word_embeddings": True}}
 
 
 def mlp() -> tuple[nn.Module, torch.Tensor]:
@@ -56,7 +68,9 @@ def steep_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def source_of(name: str, folder: Path) -> ModelSource:
-    """A tiny model: of `CONFIGS`, or `mlp`."""
+    """A tiny model: of `CONFIGS` or `GRAPHS`, or `mlp`."""
+    if name in GRAPHS:
+        return load_model(f"tests.profiler.graphs:{name}")
     if name == "mlp":
         return load_model(f"{__name__}:mlp")
     path = folder / f"{name}.json"

@@ -48,16 +48,16 @@ def test_parts_make_the_batch(step: int, ranks: int, part: int) -> None:
 def test_a_sample_depends_on_its_number_and_the_seed(name: str, spec: DataSpec) -> None:
     """Reading two samples at once or one by one gives the same; another seed gives others."""
     dataset = load_dataset(name, spec, seed=1)
-    both = dataset(4, 6)[0]
-    assert torch.equal(both, torch.cat([dataset(4, 5)[0], dataset(5, 6)[0]]))
-    assert not torch.equal(both, load_dataset(name, spec, seed=2)(4, 6)[0])
+    (both,) = dataset(4, 6)[0]
+    assert torch.equal(both, torch.cat([dataset(4, 5)[0][0], dataset(5, 6)[0][0]]))
+    assert not torch.equal(both, load_dataset(name, spec, seed=2)(4, 6)[0][0])
 
 
 def test_file_is_read_as_bytes(tmp_path: Path) -> None:
     """Two windows of eight bytes, both read before any comes again."""
     path = tmp_path / "text.txt"
     path.write_bytes(b"abcdefghABCDEFGHrest")
-    inputs, targets = load_dataset(str(path), TOKENS, seed=0)(0, 3)
+    (inputs,), targets = load_dataset(str(path), TOKENS, seed=0)(0, 3)
     assert {bytes(row) for row in inputs[:2].to(torch.uint8).numpy()} == {b"abcdefgh", b"ABCDEFGH"}
     assert torch.equal(inputs[0], inputs[2])
     assert targets is inputs
@@ -66,13 +66,13 @@ def test_file_is_read_as_bytes(tmp_path: Path) -> None:
 
 def test_standard_library_is_real_text() -> None:
     """The embedded data are Python sources."""
-    inputs, _ = load_dataset("stdlib", TOKENS, seed=0)(0, 400)
+    (inputs,), _ = load_dataset("stdlib", TOKENS, seed=0)(0, 400)
     assert b"import" in bytes(inputs.flatten().to(torch.uint8).numpy())
 
 
 def test_synthetic_images_have_classes() -> None:
     """Inputs of the sample's shape, targets among the model's outputs."""
-    inputs, classes = load_dataset("synthetic", IMAGES, seed=0)(0, 64)
+    (inputs,), classes = load_dataset("synthetic", IMAGES, seed=0)(0, 64)
     assert inputs.shape == (64, 3, 4, 4)
     assert 0 <= int(classes.min()) <= int(classes.max()) < 10
     assert len(classes.unique()) > 1
@@ -80,7 +80,7 @@ def test_synthetic_images_have_classes() -> None:
 
 def test_users_callable_is_called_with_the_range() -> None:
     """package.module:callable serves the samples that are asked for."""
-    inputs, targets = load_dataset(f"{__name__}:user_data", IMAGES, seed=0)(3, 5)
+    (inputs,), targets = load_dataset(f"{__name__}:user_data", IMAGES, seed=0)(3, 5)
     assert inputs.tolist() == [[3.0], [4.0]]
     assert targets.tolist() == [3, 4]
 

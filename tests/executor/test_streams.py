@@ -18,7 +18,7 @@ def test_same_layer_step_and_micro_batch_drop_the_same() -> None:
     """Only the layer's name, the step and the micro-batch's number decide."""
     model = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
     streams = RandomStreams(0, torch.device("cpu"))
-    streams.attach(model, ["0", "1", "not.held.here"])
+    streams.attach({name: model.get_submodule(name) for name in ("0", "1")})
     first = _run(model, streams, 3, 5)
     assert torch.equal(first, _run(model, streams, 3, 5))
     for step, micro_batch in [(3, 6), (4, 5)]:
@@ -29,6 +29,6 @@ def test_layers_drop_differently() -> None:
     """Two layers of one micro-batch have streams of their own."""
     model = nn.ModuleDict({"a": nn.Dropout(0.5), "b": nn.Dropout(0.5)})
     streams = RandomStreams(0, torch.device("cpu"))
-    streams.attach(model, ["a", "b"])
+    streams.attach({name: model.get_submodule(name) for name in ("a", "b")})
     ones = torch.ones(64)
     assert not torch.equal(model["a"](ones), model["b"](ones))

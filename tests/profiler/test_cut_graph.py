@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.errors import LayoutError, UnknownNameError
 from profiler.cut_trace import output_tensors
 from profiler.models import ModelSource, load_model
 from tests.profiler.conftest import SMALL

@@ -19,9 +19,10 @@ from planner.executor import Executor, replicas
 from planner.executor.materialise import materialise
 from planner.executor.reference import train_reference
 from profiler.models import ModelSource
-from tests.executor.plans import make_plan, source_of
+from tests.executor.plans import GRAPHS, make_plan, source_of
 
 STEPS = 6
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 STEEP_LOSS = "tests.executor.plans:steep_loss"
 
 
@@ -38,6 +39,7 @@ class Case:
     learning_rate: float = 3e-4
 
 
+IMAGES = {"sequence_length": 0, "micro_batch_size": 4, "optimizer": "momentum"}
 TWO_RANKS = {
     "pp2-gpipe": Case("llama", (3, 3), {"schedule": "gpipe"}),
     "pp2-1f1b-uneven-recompute": Case("llama", (2, 4), {"recompute": {1: "full", 4: "selective"}}),
@@ -57,6 +59,12 @@ TWO_RANKS = {
     "dp2-muon": Case("llama", (6,), {"data": 2, "optimizer": "muon"}, clip=0.5),
     "pp2-muon": Case("gpt2", (2, 4), {"optimizer": "muon"}),
     "pp2-adafactor": Case("gpt2", (2, 4), {"optimizer": "adafactor"}, learning_rate=0.01),
+    # Cut by their traced runs: long skips over the boundary, an encoder-decoder with two inputs, batch norm.
+    "pp2-unet": Case("unet", (3, 5), {**IMAGES, "recompute": {1: "full", 5: "selective"}}, learning_rate=0.05),
+    "pp2-resnet": Case("resnet", (4, 3), {**IMAGES, "schedule": "gpipe"}, learning_rate=0.05),
+    "pp2-t5": Case("t5", (5, 2), {"micro_batch_size": 2}, clip=0.5),
+    "gradients-unet": Case("unet", (2, 6), {**IMAGES, "optimizer": "sgd"}, steps=1, learning_rate=1.0),
+    "gradients-t5": Case("t5", (3, 4), {"micro_batch_size": 2, "optimizer": "sgd"}, steps=1, learning_rate=1.0),
     # One step of plain SGD with rate 1 moves every parameter by its gradient.
     "gradients": Case("gpt2", (3, 3), {"optimizer": "sgd"}, steps=1, learning_rate=1.0),
     "gradients-tp2": Case("qwen3", (6,), {"tensor": 2, "optimizer": "sgd"}, steps=1, learning_rate=1.0),
@@ -79,20 +87,25 @@ def run(case: Case) -> dict[str, Any]:
     source = source_of(case.model, folder)
     names = [layer.name for layer in source.cut().layers]
     plan = make_plan(names, case.sizes, **case.options)
-    data = "synthetic" if case.model == "mlp" else "stdlib"
+    data = "synthetic" if case.model in ("mlp", *GRAPHS) else "stdlib"
     settings: dict[str, Any] = {"data": data, "seed": 5, "max_gradient_norm": case.clip}
     settings |= {"learning_rate": case.learning_rate, "loss": case.loss}
     start = {name: value.clone() for name, value in initial_parameters(source, settings["seed"]).items()}
     executor = Executor(plan, source, device="cpu", timeout_seconds=60, **settings)
     measured = executor.train(case.steps)
     values, scales = _whole(executor.part.module), _scales(executor)
+    statistics = _statistics(executor.part.module)
     if dist.get_rank() > 0:
         return {}
     expected = train_reference(plan, source, steps=case.steps, **settings)
     pairs = zip(measured.losses, expected.losses, strict=True)
     wanted = dict(expected.model.named_parameters(remove_duplicate=False))
     worst = max(float((values[name] - wanted[name].detach()).abs().max()) for name in wanted)
+    running = dict(expected.model.named_buffers())
     return {
+        "statistics": max(
+            (float((running[name] - each).abs().max()) for name, each in statistics.items()), default=0.0
+        ),
         "loss": max(abs(left - right) for left, right in pairs),
         "parameters": worst,
         "moved": max(float((wanted[name].detach() - start[name]).abs().max()) for name in wanted),
@@ -132,6 +145,14 @@ def _scales(executor: Executor) -> list[float]:
     scales = [0.0] * dist.get_world_size()
     dist.all_gather_object(scales, 1.0 if scaler is None else scaler.scale)
     return scales
+
+
+def _statistics(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Running statistics of batch norm, from all ranks."""
+    mine = {name: value for name, value in module.named_buffers() if name.rpartition(".")[2] in STATISTICS}
+    everyone: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return {name: value for held in everyone for name, value in held.items()}
 
 
 def initial_parameters(source: ModelSource, seed: int) -> dict[str, torch.Tensor]:

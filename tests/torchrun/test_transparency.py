@@ -94,4 +94,5 @@ def _check(result: dict[str, Any]) -> None:
     assert result["names"]
     assert result["loss"] < TOLERANCE
     assert result["parameters"] < TOLERANCE
+    assert result["statistics"] < TOLERANCE, "batch norm must see every micro-batch once, and nothing else"
     assert result["moved"] > 100 * TOLERANCE, "a run that changes nothing would agree with any other"
