@@ -17,7 +17,8 @@ from profiler import tensor_parallel
 from profiler.cut import Borders, CutLayer, Size, TensorChain
 from profiler.layer_count import LayerRun, LayerTrace
 from profiler.models import ModelSource
-from profiler.quantities import LayerCount, Limits, layer_profiles
+from profiler.parameters import hidden_matrices, shapes_of
+from profiler.quantities import LayerCount, Limits, layer_profiles, rows_of
 from profiler.shard import Exchanges, shard
 
 Progress = Callable[[int, int, str], None]
@@ -58,9 +59,9 @@ class Counter:
             first.setdefault(layer.kind, index)
         return first
 
-    def modes(self, kind: str) -> tuple[RecomputeMode, ...]:
-        """Recompute modes that layers of this kind have."""
-        return ("none", "full") if self.layers[self.representatives[kind]].recomputable else ("none",)
+    @cached_property
+    def _hidden(self) -> frozenset[str]:
+        return hidden_matrices(self.source.blueprint, self.cut)
 
     @cached_property
     def parameters(self) -> dict[str, int]:
@@ -72,23 +73,30 @@ class Counter:
         size = (micro_batch_size, sequence_length)
         trace = self._trace(kind, size, degree)
         if not isinstance(self.cut.chain, TensorChain):
-            return trace.keeping(self._unclaimed_bytes(kind, trace, size)).count
-        before = {
-            self.layers[index - 1].kind for index, layer in enumerate(self.layers) if layer.kind == kind and index
-        }
-        if not trace.keeps_inputs[0] and any(self._trace(other, size, degree).keeps_outputs[0] for other in before):
+            for mode in trace.keeps_outputs:
+                trace = trace.keeping(mode, self._unclaimed_bytes(kind, trace, mode, size))
+            return trace.count
+        before, after = ([self._trace(other, size, degree) for other in self._beside(kind, step)] for step in (-1, 1))
+        if not trace.keeps_inputs[0] and any(other.keeps_outputs["none"][0] for other in before):
             # Who keeps its own output (an activation in place) does not count it: the layer that takes it does.
-            trace = trace.keeping(trace.count.input_bytes)
+            trace = trace.keeping("none", trace.count.input_bytes)
+        if "selective" in trace.keeps_outputs and not all(other.keeps_inputs[0] for other in after):
+            trace = trace.keeping("selective", trace.keeps_outputs["selective"][0] * trace.count.output_bytes)
         return trace.count
 
-    def _unclaimed_bytes(self, kind: str, trace: LayerTrace, size: Size) -> int:
+    def _beside(self, kind: str, step: int) -> set[str]:
+        """Kinds of the layers right before (-1) or after (+1) layers of this kind."""
+        places = (index + step for index, layer in enumerate(self.layers) if layer.kind == kind)
+        return {self.layers[place].kind for place in places if 0 <= place < len(self.layers)}
+
+    def _unclaimed_bytes(self, kind: str, trace: LayerTrace, mode: RecomputeMode, size: Size) -> int:
         """Of outputs that the layer keeps (activations in place), and that no layer that takes them keeps too."""
         index = self.representatives[kind]
         total = 0
         for place, output in enumerate(trace.outputs):
             readers = self.cut.chain.readers(index, place)
             claimed = any(self._trace(self.layers[at].kind, size, 1).keeps_inputs[where] for at, where in readers)
-            if trace.keeps_outputs[place] and readers and not claimed:
+            if trace.keeps_outputs[mode][place] and readers and not claimed:
                 total += output.nbytes
         return total
 
@@ -98,10 +106,17 @@ class Counter:
             index = self.representatives[kind]
             stage, exchanges = self._stage(index, degree)
             with_loss = index == len(self.layers) - 1
-            run = LayerRun(stage, self.cut.parts(stage, index).values(), exchanges, with_loss=with_loss)
+            run = LayerRun(
+                stage,
+                self.cut.parts(stage, index).values(),
+                exchanges,
+                with_loss=with_loss,
+                recomputable=self.layers[index].recomputable,
+            )
             is_simple = isinstance(self.cut.chain, TensorChain)
             handed = None if is_simple else self._borders(size).output_bytes[index]
-            self._traces[key] = run.trace(self._inputs(index, size), handed_bytes=handed)
+            shapes = shapes_of(stage, self._hidden)
+            self._traces[key] = run.trace(self._inputs(index, size), shapes, handed_bytes=handed)
         return self._traces[key]
 
     def _inputs(self, index: int, size: Size) -> tuple[Tensor, ...]:
@@ -167,7 +182,7 @@ def count(
     recompute: RecomputeMode = "none",
     dtype: DataType = "fp32",
 ) -> dict[str, Measurement]:
-    """One row per distinct layer kind; with ``full`` recompute only of the kinds that can be recomputed.
+    """One row per distinct layer kind; of those that have this recompute mode.
 
     Raises:
         DocumentError: a size or degree that the model does not take.
@@ -175,11 +190,8 @@ def count(
     check_request(source, sequence_length, (micro_batch_size,), (tensor_parallel_degree,))
     counter = Counter(source, dtype)
     size = (micro_batch_size, sequence_length, tensor_parallel_degree)
-    return {
-        kind: counter.count(kind, *size).measurement(*size, recompute)
-        for kind in counter.representatives
-        if recompute in counter.modes(kind)
-    }
+    counts = {kind: counter.count(kind, *size) for kind in counter.representatives}
+    return {kind: each.measurement(*size, recompute) for kind, each in counts.items() if recompute in each.modes}
 
 
 def profile(
@@ -206,7 +218,7 @@ def profile(
         if progress is not None:
             progress(done, len(kinds), kind)
         counts = [(size, counter.count(kind, *size)) for size in sizes]
-        rows[kind] = tuple(each.measurement(*size, mode) for mode in counter.modes(kind) for size, each in counts)
+        rows[kind] = rows_of(counts)
     if progress is not None:
         progress(len(kinds), len(kinds), "counted")
     return ModelProfile(

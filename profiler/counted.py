@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import DocumentError, UnknownNameError
-from planner.spec.profile import DataType, Measurement, ModelProfile, RecomputeMode, SharedParameters
+from planner.spec.profile import DataType, Measurement, ModelProfile, SharedParameters, SkipEdge
 from profiler.catalogue import entry
-from profiler.polynomials import evaluate_layer
-from profiler.quantities import Limits, layer_profiles
+from profiler.polynomials import evaluate, evaluate_layer
+from profiler.quantities import Limits, layer_profiles, rows_of
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 STORED_TYPE: dict[DataType, str] = {"fp32": "fp32", "bf16": "bf16", "fp16": "bf16"}
@@ -58,15 +58,24 @@ def counted_profile(
             data["parameters"],
             {kind: _rows(data, kind, STORED_TYPE[dtype], sizes) for kind in data["parameters"]},
         ),
+        edges=tuple(
+            SkipEdge.model_validate(
+                {
+                    "from": start,
+                    "to": stop,
+                    "bytes": evaluate(each, (1, sequence_length)),
+                    "sequence_length": sequence_length,
+                }
+            )
+            for start, stop, each in data.get("edges", {}).get(STORED_TYPE[dtype], ())
+        ),
         shared_parameters=tuple(SharedParameters.model_validate(shared) for shared in data["shared_parameters"]),
         environment={"torch": data["torch"]},
     )
 
 
 def _rows(data: dict[str, Any], kind: str, dtype: str, sizes: list[tuple[int, int, int]]) -> tuple[Measurement, ...]:
-    modes: tuple[RecomputeMode, ...] = ("none", "full") if kind in data["recomputable"] else ("none",)
-    counts = [(size, evaluate_layer(data["counts"][f"{dtype} {size[2]} {kind}"], size[:2])) for size in sizes]
-    return tuple(count.measurement(*size, mode) for mode in modes for size, count in counts)
+    return rows_of((size, evaluate_layer(data["counts"][f"{dtype} {size[2]} {kind}"], size[:2])) for size in sizes)
 
 
 @cache

@@ -11,9 +11,9 @@ import torch
 
 from planner.spec.profile import DataType, Measurement
 from profiler import catalogue
-from profiler.count import Counter
+from profiler.count import TORCH_TYPES, Counter
 from profiler.models import ModelSource, load_model
-from profiler.polynomials import Size, evaluate_layer, fit_layer
+from profiler.polynomials import Size, evaluate_layer, fit, fit_layer
 from profiler.quantities import LayerCount
 
 COUNTED_TYPES: tuple[DataType, ...] = ("fp32", "bf16")
@@ -49,7 +49,7 @@ def count_model(source: ModelSource) -> dict[str, Any]:
         "longest_sequence": source.longest_sequence,
         "tensor_parallel_degrees": source.tensor_parallel_degrees(),
         "parameters": counter.parameters,
-        "recomputable": [kind for kind in counter.representatives if "full" in counter.modes(kind)],
+        **_edges(source),
         "shared_parameters": [shared.model_dump(mode="json") for shared in cut.shared_parameters],
         "layers": [(layer.name, layer.kind, layer.modules) for layer in cut.layers],
         "counts": {
@@ -59,6 +59,20 @@ def count_model(source: ModelSource) -> dict[str, Any]:
             for kind in counter.representatives
         },
     }
+
+
+def _edges(source: ModelSource) -> dict[str, Any]:
+    """Under ``edges``, by type: what skips layers, as (from, to, polynomial of one sample's bytes); none in chains."""
+    sizes = ONE_SAMPLE if source.input_kind == "tokens" else ONE_IMAGE
+    found = {}
+    for dtype in COUNTED_TYPES:
+        by_size = {size: source.edges(size[1], TORCH_TYPES[dtype]) for size in sizes}
+        first = next(iter(by_size.values()))
+        found[dtype] = [
+            (edge.from_, edge.to, fit({size: edges[index].bytes for size, edges in by_size.items()}))
+            for index, edge in enumerate(first)
+        ]
+    return {"edges": found} if any(found.values()) else {}
 
 
 def _fit(counter: Counter, kind: str, degree: int) -> dict[str, Any]:
@@ -72,7 +86,7 @@ def _fit(counter: Counter, kind: str, degree: int) -> dict[str, Any]:
 
 
 def _row(count: LayerCount) -> list[Measurement]:
-    return [count.measurement(1, 1, 1, mode) for mode in ("none", "full")]
+    return [count.measurement(1, 1, 1, mode) for mode in count.modes]
 
 
 def _dump(data: dict[str, Any]) -> str:

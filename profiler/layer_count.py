@@ -1,12 +1,13 @@
-"""Count one layer: run it alone on meta tensors, once forward and backward.
+"""Count one layer: run it alone on meta tensors, forward and backward, once per recompute mode.
 
 With x the layer's input, y its output, and everything counted in storages (each once, parameters and their gradients
 apart):
 
     kept       what autograd keeps from forward to backward: x if it is kept, never y               -> activation_bytes
     temporary  the most that lives at one time, x, y and their gradients included, less what is kept -> temporary_bytes
-    recompute  "full": kept = x; temporary = the most that lives while the backward runs the forward again, less x;
-               recompute_flops = the forward's (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost")
+    recompute  kept = what lives between forward and backward, less y; temporary = the most that lives at one time, the
+               forward that runs again included; recompute_flops = those of the backward beyond the plain one's
+               (`profiler.recompute`)
 
 Kept storages that belong to no layer, because what runs ahead of the blocks makes them once per stage (rotary tables),
 count as temporary. Steady state of training: gradients exist, so a new weight gradient lives only until it is added.
@@ -16,21 +17,28 @@ Attention is the fused kernel of a CUDA device. The last layer includes the loss
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 
+from planner.spec.profile import RecomputeMode
 from profiler.cut_stage import GraphStage
-from profiler.quantities import LayerCount
+from profiler.parameters import ParameterShapes
+from profiler.quantities import Kernel, LayerCount, ModeCount
+from profiler.recompute import Phase, is_saved, recomputing
 from profiler.shard import Exchanges
 from profiler.transformer_cut import meta_friendly
 from profiler.watch import FusedAttention, Watcher, saved_tensors
+
+Tensors = tuple[Tensor, ...]
+_Recomputed = tuple[ModeCount, tuple[bool, ...]]
+"""A mode that recomputes, and the outputs that it keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +47,18 @@ class LayerTrace:
 
     count: LayerCount
     keeps_inputs: tuple[bool, ...]
-    keeps_outputs: tuple[bool, ...]
-    outputs: tuple[Tensor, ...]
+    """Without recomputation; with it, all of them."""
+    keeps_outputs: dict[RecomputeMode, tuple[bool, ...]]
+    """Outputs that a mode keeps, which `count` leaves out."""
+    outputs: Tensors
     """On meta, without history."""
 
-    def keeping(self, size: int) -> LayerTrace:
-        """The same layer, charged with so many bytes of tensors at its borders that it does not keep by itself."""
-        temporaries = tuple(value - size for value in self.count.temporaries)
-        return replace(
-            self, count=replace(self.count, kept_bytes=self.count.kept_bytes + size, temporaries=temporaries)
-        )
+    def keeping(self, mode: RecomputeMode, size_bytes: int) -> LayerTrace:
+        """The same layer, charged in this mode with so many bytes of tensors at its borders."""
+        old = self.count.modes[mode]
+        temporaries = tuple(value - size_bytes for value in old.temporaries)
+        new = replace(old, kept_bytes=old.kept_bytes + size_bytes, temporaries=temporaries)
+        return replace(self, count=replace(self.count, modes={**self.count.modes, mode: new}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,69 +71,215 @@ class _Kept:
     outputs: tuple[bool, ...]
 
 
-Tensors = tuple[Tensor, ...]
+@dataclass(slots=True)
+class _Part:
+    """A module that recomputes: which of its forward's kernels run again. An `Observer` of `profiler.recompute`."""
+
+    watcher: Watcher
+    places: range = range(0)
+    """Of its kernels in the forward."""
+    again: int = 0
+    """Kernels that ran again."""
+
+    @contextmanager
+    def __call__(self, phase: Phase) -> Iterator[None]:
+        """While the module's forward runs."""
+        start = len(self.watcher.kernels)
+        try:
+            yield
+        finally:
+            stop = len(self.watcher.kernels)
+            if phase == "forward":
+                self.places = range(start, stop)
+            else:
+                self.again = stop - start
+
+    def recomputed(self, functions: Sequence[Any], mode: RecomputeMode) -> list[int]:
+        """Places of the kernels that ran again: the first ones, up to torch's early stop, but for those that are saved.
+
+        Args:
+            functions: of the forward's kernels.
+        """
+        unsaved = [place for place in self.places if mode == "full" or not is_saved(functions[place])]
+        return unsaved[: self.again]
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One forward and backward of a layer, and what was seen of it."""
+
+    watcher: Watcher = field(default_factory=Watcher)
+    saved: list[weakref.ref[UntypedStorage]] = field(default_factory=list)
+    kernels: tuple[Kernel, ...] = ()
+    functions: tuple[Any, ...] = ()
+    forward_flops: int = 0
+    input_flops: int = 0
+    backward_flops: int = 0
+    backward_bytes: int = 0
+    live: list[int] = field(default_factory=list)
+    """Bytes after every operation of forward and backward."""
+    between_bytes: int = 0
+    """Live between forward and backward, without the output."""
+    kept: _Kept = _Kept(0, 0, (), ())
+    outputs: Tensors = ()
+    """On meta, without history."""
+
+    def save(self, tensor: Tensor) -> None:
+        """Told of every tensor that autograd saves."""
+        self.saved.append(weakref.ref(tensor.untyped_storage()))
+
+    def see_forward(self, inputs: Tensors, outputs: Tensors) -> None:
+        """At the end of the forward."""
+        watcher = self.watcher
+        self.kernels, self.functions = tuple(watcher.kernels), tuple(watcher.functions)
+        self.forward_flops, self.live = watcher.flops, watcher.timeline
+        self.kept = self._kept(inputs, outputs)
+        self.between_bytes = watcher.live_bytes - watcher.live_bytes_of(outputs)
+
+    def see_backward(self) -> None:
+        """At the end of the backward."""
+        self.backward_flops = self.watcher.flops
+        self.backward_bytes = sum(kernel.bytes for kernel in self.watcher.kernels)
+        self.live = self.live + self.watcher.timeline
+
+    def above(self, kept_bytes: int) -> tuple[int, ...]:
+        """Live bytes beyond those that are kept; what the layers of a stage share counts as if this one held it."""
+        return tuple(value + self.kept.shared_bytes - kept_bytes for value in self.live)
+
+    def _kept(self, inputs: Tensors, outputs: Tensors) -> _Kept:
+        storages = {id(storage): storage for reference in self.saved if (storage := reference()) is not None}
+        of_inputs, of_outputs = (
+            tuple(id(each.untyped_storage()) in storages for each in side) for side in (inputs, outputs)
+        )
+        for output in outputs:
+            storages.pop(id(output.untyped_storage()), None)
+        own = shared = 0
+        for storage in storages.values():
+            if self.watcher.is_earlier(storage):
+                shared += storage.nbytes()
+            elif not self.watcher.is_owned(storage):
+                own += storage.nbytes()
+        return _Kept(own, shared, of_inputs, of_outputs)
 
 
 class LayerRun:
-    """Forward and backward of one layer of a stage that holds nothing else; use it once.
+    """Forward and backward of one layer of a stage that holds nothing else.
 
     Args:
         parts: the modules that run the layer (`LayerCut.parts`).
         with_loss: the layer is the last one: the loss of each of its outputs belongs to it.
+        recomputable: count the modes that recompute, too.
     """
 
-    def __init__(self, stage: nn.Module, parts: Iterable[nn.Module], exchanges: Exchanges, *, with_loss: bool) -> None:
+    def __init__(
+        self, stage: nn.Module, parts: Iterable[nn.Module], exchanges: Exchanges, *, with_loss: bool, recomputable: bool
+    ) -> None:
         self.stage = stage
         self.parts = tuple(parts)
         self.exchanges = exchanges
         self.with_loss = with_loss
-        self.watcher = Watcher()
-        self.saved: list[weakref.ref[UntypedStorage]] = []
+        self.recomputable = recomputable
 
-    def trace(self, inputs: Tensors, *, handed_bytes: int | None = None) -> LayerTrace:
+    def trace(self, inputs: Tensors, shapes: ParameterShapes, *, handed_bytes: int | None = None) -> LayerTrace:
         """All figures of one micro-batch.
 
         Args:
             inputs: meta tensors that the stage takes; those that carry gradients back require them.
+            shapes: of the stage's parameters.
             handed_bytes: of the outputs that the next layer takes; None: of all.
         """
-        watcher = self.watcher
         self._prepare(inputs)
+        plain = _Pass()
+        self._run(plain, inputs)
+        exchanges = self.exchanges.take()
+        kept = plain.kept
+        modes: dict[RecomputeMode, ModeCount] = {"none": ModeCount(kept.own_bytes, plain.above(kept.own_bytes))}
+        keeps_outputs: dict[RecomputeMode, tuple[bool, ...]] = {"none": kept.outputs}
+        for mode, (found, keeps) in self._recomputed(inputs, plain).items():
+            modes[mode], keeps_outputs[mode] = found, keeps
+        count = LayerCount(
+            forward_flops=plain.forward_flops,
+            backward_input_flops=plain.input_flops,
+            backward_weight_flops=plain.backward_flops - plain.input_flops,
+            input_bytes=sum(tensor.nbytes for tensor in inputs),
+            output_bytes=sum(each.nbytes for each in plain.outputs) if handed_bytes is None else handed_bytes,
+            backward_bytes=plain.backward_bytes,
+            local_parameters=shapes.elements,
+            local_matrix_elements=shapes.matrix_elements,
+            local_muon_flops=shapes.muon_flops,
+            local_factored_elements=shapes.factored_elements,
+            kernels=plain.kernels,
+            exchanges=exchanges,
+            modes=modes,
+        )
+        return LayerTrace(count, kept.inputs, keeps_outputs, plain.outputs)
+
+    def _recomputed(self, inputs: Tensors, plain: _Pass) -> dict[RecomputeMode, _Recomputed]:
+        """The modes that recompute. Selective is left out where it runs nothing again, or the same as full."""
+        if not self.recomputable:
+            return {}
+        full = self._recompute("full", inputs, plain)
+        selective = self._selective(inputs, plain)
+        if selective is None or selective[0].recomputed in ((), full[0].recomputed):
+            return {"full": full}
+        return {"selective": selective, "full": full}
+
+    def _selective(self, inputs: Tensors, plain: _Pass) -> _Recomputed | None:
+        """None where torch cannot: something writes into an output that is to be kept."""
+        if not any(map(is_saved, plain.functions)):
+            return None
+        try:
+            return self._recompute("selective", inputs, plain)
+        except RuntimeError as error:
+            if "mutated" in str(error):
+                return None
+            raise
+
+    def _recompute(self, mode: RecomputeMode, inputs: Tensors, plain: _Pass) -> _Recomputed:
+        """The layer in a mode."""
+        seen = _Pass()
+        observed = [(module, _Part(seen.watcher)) for module in self.parts]
+        with recomputing(observed, mode):
+            keeps_outputs = self._run(seen, inputs, input_flops=False)
+        self.exchanges.take()  # written down twice
+        seen.kept = plain.kept
+        recomputed = [place for _, part in observed for place in part.recomputed(seen.functions, mode)]
+        count = ModeCount(
+            kept_bytes=seen.between_bytes,
+            temporaries=seen.above(seen.between_bytes),
+            recompute_flops=seen.backward_flops - plain.backward_flops,
+            recomputed=tuple(recomputed),
+        )
+        return count, keeps_outputs
+
+    def _run(self, seen: _Pass, inputs: Tensors, *, input_flops: bool = True) -> tuple[bool, ...]:
+        """Forward and backward; which outputs does something but the caller hold between them?"""
+        inputs = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs)
+        watcher = seen.watcher
         for tensor in (*self.stage.parameters(), *self.stage.buffers()):
             watcher.own((tensor, tensor.grad))
         with FusedAttention(), self._meta_friendly(), watcher:
-            outputs, ends = self._forward(inputs)
-            forward_flops, forward_live, kernels = watcher.flops, watcher.timeline, tuple(watcher.kernels)
-            kept = self._kept(inputs, outputs)
-            output_bytes = sum(output.nbytes for output in outputs)
-            made = [(tuple(output.shape), output.dtype, output.requires_grad) for output in outputs]
-            edges = [get_gradient_edge(end) for end in ends]
-            gradients = [torch.empty_like(end) for end in ends]
+            outputs, ends = self._forward(seen, inputs)
+            seen.see_forward(inputs, outputs)
+            edges, gradients = [get_gradient_edge(end) for end in ends], [torch.empty_like(end) for end in ends]
+            made = [(output.shape, output.dtype, output.requires_grad) for output in outputs]
+            held = [weakref.ref(output.untyped_storage()) for output in outputs]
+            del ends
             if not self.with_loss:
                 # The next layer's backward is done, so only the gradient is left of y; logits stay with the caller.
                 del outputs
-            del ends
-            input_flops = self._input_flops(edges, gradients, inputs)
-            backward_flops, backward_live = self._backward(edges, gradients)
-        again = [live + output_bytes for live in forward_live]  # the gradient of y waits meanwhile
-        input_bytes = sum(each.nbytes for each in inputs)
-        count = LayerCount(
-            forward_flops=forward_flops,
-            backward_input_flops=input_flops,
-            backward_weight_flops=backward_flops - input_flops,
-            kept_bytes=kept.own_bytes,
-            input_bytes=input_bytes,
-            output_bytes=output_bytes if handed_bytes is None else handed_bytes,
-            temporaries=_above(kept.own_bytes - kept.shared_bytes, forward_live + backward_live),
-            recompute_temporaries=_above(input_bytes - kept.shared_bytes, again + backward_live),
-            local_parameters=sum(parameter.numel() for parameter in self.stage.parameters()),
-            kernels=kernels,
-            exchanges=self.exchanges.take(),
-        )
-        metas = (
-            torch.empty(shape, dtype=dtype, device="meta", requires_grad=trained) for shape, dtype, trained in made
-        )
-        return LayerTrace(count, kept.inputs, kept.outputs, tuple(metas))
+            trained = [tensor for tensor in inputs if tensor.requires_grad]
+            if input_flops and trained and edges:
+                watcher.start_phase()
+                torch.autograd.grad(edges, trained, gradients, retain_graph=True, allow_unused=True)
+                seen.input_flops = watcher.flops
+            keeps_outputs = tuple(reference() is not None for reference in held)
+            watcher.start_phase()
+            if edges:
+                torch.autograd.backward(edges, gradients)
+            seen.see_backward()
+        seen.outputs = tuple(torch.empty(a, dtype=b, device="meta", requires_grad=c) for a, b, c in made)
+        return keeps_outputs
 
     def _prepare(self, inputs: Tensors) -> None:
         """What a stage does once per size is no part of its layer."""
@@ -134,61 +290,26 @@ class LayerRun:
     def _meta_friendly(self) -> AbstractContextManager[None]:
         return meta_friendly() if hasattr(self.stage, "config") else nullcontext()
 
-    def _forward(self, inputs: Tensors) -> tuple[Tensors, Tensors]:
+    def _forward(self, seen: _Pass, inputs: Tensors) -> tuple[Tensors, Tensors]:
         """The layer's outputs, and what the backward starts from: those that carry gradients, or their losses."""
 
         def start(module: nn.Module, arguments: Any) -> None:
-            if not self.watcher.recording:
-                self.watcher.start(inputs)
+            if not seen.watcher.recording:
+                seen.watcher.start(inputs)
 
         handles = [part.register_forward_pre_hook(start) for part in self.parts]
-        with saved_tensors(self._save):
+        with saved_tensors(seen.save):
             given = self.stage(*inputs)
             outputs = (given,) if isinstance(given, Tensor) else tuple(given)
-            ends = tuple(output for output in outputs if output.requires_grad)
+            ends = tuple(each for each in outputs if each.requires_grad)
             if self.with_loss:
-                ends = tuple(map(self._loss, ends))
+                ends = tuple(self._loss(seen.watcher, end) for end in ends)
         for handle in handles:
             handle.remove()
         return outputs, ends
 
-    def _loss(self, output: Tensor) -> Tensor:
+    @staticmethod
+    def _loss(watcher: Watcher, output: Tensor) -> Tensor:
         targets = torch.empty(output.shape[:-1], dtype=torch.long, device="meta")
-        self.watcher.own((targets,))
+        watcher.own((targets,))
         return functional.cross_entropy(output.flatten(0, -2).float(), targets.flatten())
-
-    def _save(self, tensor: Tensor) -> None:
-        self.saved.append(weakref.ref(tensor.untyped_storage()))
-
-    def _kept(self, inputs: Tensors, outputs: Tensors) -> _Kept:
-        storages = {id(storage): storage for reference in self.saved if (storage := reference()) is not None}
-        keeps = [tuple(id(each.untyped_storage()) in storages for each in side) for side in (inputs, outputs)]
-        for output in outputs:
-            storages.pop(id(output.untyped_storage()), None)
-        own = shared = 0
-        for storage in storages.values():
-            if self.watcher.is_earlier(storage):
-                shared += storage.nbytes()
-            elif not self.watcher.is_owned(storage):
-                own += storage.nbytes()
-        return _Kept(own, shared, *keeps)
-
-    def _input_flops(self, edges: list[GradientEdge], gradients: list[Tensor], inputs: Tensors) -> int:
-        """FLOPs of the backward that stops at x."""
-        wanted = [each for each in inputs if each.requires_grad]
-        if not wanted or not edges:
-            return 0
-        self.watcher.start_phase()
-        torch.autograd.grad(edges, wanted, gradients, retain_graph=True, allow_unused=True)
-        return self.watcher.flops
-
-    def _backward(self, edges: list[GradientEdge], gradients: list[Tensor]) -> tuple[int, list[int]]:
-        """FLOPs and live bytes of the whole backward."""
-        self.watcher.start_phase()
-        if edges:
-            torch.autograd.backward(edges, gradients)
-        return self.watcher.flops, self.watcher.timeline
-
-
-def _above(kept_bytes: int, live: list[int]) -> tuple[int, ...]:
-    return tuple(value - kept_bytes for value in live)

@@ -1,9 +1,9 @@
 """What optimizers ask of a layer's parameters: which are matrices of hidden layers, and how they factor.
 
-    Muon       orthogonalises matrices of hidden layers: 2-D parameters that stand in neither the first nor the last
-               layer, look nothing up (embeddings), and are not shared by several layers (Jordan et al. 2024)
-    Adafactor  keeps the mean of every row and column of a matrix, by its last two dimensions; all of a vector
-               (Shazeer, Stern 2018, section 3)
+Muon       orthogonalises matrices of hidden layers: 2-D parameters that stand in neither the first nor the last
+           layer, look nothing up (embeddings), and are not shared by several layers (Jordan et al. 2024)
+Adafactor  keeps the mean of every row and column of a matrix, by its last two dimensions; all of a vector
+           (Shazeer, Stern 2018, section 3)
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def hidden_matrices(model: nn.Module, cut: LayerCut) -> frozenset[str]:
         model: the whole model, without storage if need be.
     """
     inner = [f"{module}." for layer in cut.layers[1:-1] for module in layer.modules]
+    inner += [name for layer in cut.layers[1:-1] for name in layer.parameters]
     shared = {name for group in cut.shared_parameters for name in group.names}
     looked_up = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, nn.Embedding)}
     return frozenset(

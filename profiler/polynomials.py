@@ -19,7 +19,7 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-from profiler.quantities import Exchange, Kernel, LayerCount
+from profiler.quantities import Exchange, Kernel, LayerCount, ModeCount
 
 Size = tuple[int, int]
 """Micro-batch size and sequence length."""
@@ -29,13 +29,16 @@ SCALARS = (
     "forward_flops",
     "backward_input_flops",
     "backward_weight_flops",
-    "kept_bytes",
     "input_bytes",
     "output_bytes",
+    "backward_bytes",
     "local_parameters",
+    "local_matrix_elements",
+    "local_muon_flops",
+    "local_factored_elements",
 )
-MAXIMA = ("temporaries", "recompute_temporaries")
-KERNEL_FIGURES = ("flops", "bytes", "m", "n", "k")
+MODE_SCALARS = ("kept_bytes", "recompute_flops")
+KERNEL_FIGURES = ("flops", "bytes", "m", "n", "k", "batch")
 
 
 def basis(size: Size) -> tuple[int, ...]:
@@ -106,7 +109,14 @@ def fit_layer(counts: Mapping[Size, LayerCount]) -> dict[str, Any]:
     first = next(iter(counts.values()))
     return {
         **{name: fitted[name, 0, name] for name in SCALARS},
-        **{name: undominated(fitted[name, i, name] for i in range(len(getattr(first, name)))) for name in MAXIMA},
+        "modes": {
+            name: {
+                **{figure: fitted[name, 0, figure] for figure in MODE_SCALARS},
+                "temporaries": undominated(fitted[name, i, "temporaries"] for i in range(len(mode.temporaries))),
+                "recomputed": mode.recomputed,
+            }
+            for name, mode in first.modes.items()
+        },
         "kernels": [
             (each.kind, *(fitted["kernels", i, figure] for figure in KERNEL_FIGURES))
             for i, each in enumerate(first.kernels)
@@ -119,9 +129,10 @@ def fit_layer(counts: Mapping[Size, LayerCount]) -> dict[str, Any]:
 
 def _flatten(count: LayerCount) -> dict[tuple[str, int, str], int]:
     """Every number of a count under (field, index, figure)."""
-    numbers = {(name, 0, name): getattr(count, name) for name in SCALARS}
-    for name in MAXIMA:
-        numbers |= {(name, i, name): value for i, value in enumerate(getattr(count, name))}
+    numbers: dict[tuple[str, int, str], int] = {(name, 0, name): getattr(count, name) for name in SCALARS}
+    for name, mode in count.modes.items():
+        numbers |= {(name, 0, figure): getattr(mode, figure) for figure in MODE_SCALARS}
+        numbers |= {(name, i, "temporaries"): value for i, value in enumerate(mode.temporaries)}
     for i, kernel in enumerate(count.kernels):
         numbers |= {("kernels", i, figure): getattr(kernel, figure) for figure in KERNEL_FIGURES}
     return numbers | {("exchanges", i, "bytes"): each.bytes for i, each in enumerate(count.exchanges)}
@@ -132,7 +143,7 @@ def _check_same_shape(counts: Mapping[Size, LayerCount]) -> None:
         (
             tuple(kernel.kind for kernel in count.kernels),
             tuple((each.phase, each.operation) for each in count.exchanges),
-            *(len(getattr(count, name)) for name in MAXIMA),
+            tuple((name, len(mode.temporaries), mode.recomputed) for name, mode in count.modes.items()),
         )
         for count in counts.values()
     }
@@ -161,11 +172,16 @@ def evaluate_layer(data: Mapping[str, Any], size: Size) -> LayerCount:
     def value(polynomial: Sequence[int]) -> int:
         return sum(coefficient * term for coefficient, term in zip(polynomial, terms, strict=False))
 
-    numbers: dict[str, Any] = {name: value(data[name]) for name in SCALARS}
-    for name in MAXIMA:
-        numbers[name] = tuple(map(value, data[name]))
     return LayerCount(
-        **numbers,
+        **{name: value(data[name]) for name in SCALARS},
+        modes={
+            name: ModeCount(
+                **{figure: value(mode[figure]) for figure in MODE_SCALARS},
+                temporaries=tuple(map(value, mode["temporaries"])),
+                recomputed=tuple(mode["recomputed"]),
+            )
+            for name, mode in data["modes"].items()
+        },
         kernels=tuple(Kernel(kind, *map(value, figures)) for kind, *figures in data["kernels"]),
         exchanges=tuple(Exchange(phase, operation, value(size)) for phase, operation, size in data["exchanges"]),
     )

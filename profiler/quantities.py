@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from planner.errors import DocumentError
 from planner.spec.profile import Collective, CollectiveName, LayerProfile, Measurement, Operation, RecomputeMode
-
-SHORTEST_SEQUENCE = 2
-"""Tokens: the first one has nothing to be predicted from."""
 
 SHORTEST_SEQUENCE = 2
 """Tokens: the first one has nothing to be predicted from."""
@@ -29,6 +26,8 @@ class Kernel:
     m: int = 0
     n: int = 0
     k: int = 0
+    batch: int = 1
+    """Products of this size in one run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,30 +41,44 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True)
+class ModeCount:
+    """What the recompute mode of a layer decides."""
+
+    kept_bytes: int
+    """What stays from forward to backward: the input if it is kept; the output only where nobody else counts it."""
+    temporaries: tuple[int, ...]
+    """Bytes above what is kept, at every moment of forward and backward."""
+    recompute_flops: int = 0
+    recomputed: tuple[int, ...] = ()
+    """Places of the kernels that the backward runs again."""
+
+
+@dataclass(frozen=True, slots=True)
 class LayerCount:
-    """One layer, one micro-batch, one rank: everything counted, before a recompute mode is chosen."""
+    """One layer, one micro-batch, one rank: everything counted."""
 
     forward_flops: int
     backward_input_flops: int
     backward_weight_flops: int
-    kept_bytes: int
-    """What autograd keeps from forward to backward: the input if it is kept, never the output."""
     input_bytes: int
     output_bytes: int
-    temporaries: tuple[int, ...]
-    """Bytes above what is kept, at every moment of forward and backward."""
-    recompute_temporaries: tuple[int, ...]
-    """Bytes above the input, at every moment of a backward that runs the forward again."""
+    backward_bytes: int
+    """Read and written by the backward's kernels, without recomputation."""
     local_parameters: int
+    local_matrix_elements: int
+    local_muon_flops: int
+    local_factored_elements: int
     kernels: tuple[Kernel, ...]
     """Of the forward, in order."""
     exchanges: tuple[Exchange, ...]
+    modes: dict[RecomputeMode, ModeCount]
+    """Recompute modes that the layer has, from least to most recomputation."""
 
     def measurement(
         self, micro_batch_size: int, sequence_length: int, degree: int, recompute: RecomputeMode
     ) -> Measurement:
         """The profile's row."""
-        again = recompute == "full"
+        mode = self.modes[recompute]
         return Measurement(
             micro_batch_size=micro_batch_size,
             sequence_length=sequence_length,
@@ -74,25 +87,46 @@ class LayerCount:
             forward_flops=self.forward_flops,
             backward_input_flops=self.backward_input_flops,
             backward_weight_flops=self.backward_weight_flops,
-            recompute_flops=self.forward_flops if again else 0,
-            activation_bytes=self.input_bytes if again else self.kept_bytes,
+            recompute_flops=mode.recompute_flops,
+            activation_bytes=mode.kept_bytes,
             output_bytes=self.output_bytes,
-            temporary_bytes=max(self.recompute_temporaries if again else self.temporaries),
+            temporary_bytes=max(mode.temporaries),
             local_parameters=self.local_parameters,
+            local_matrix_elements=self.local_matrix_elements,
+            local_muon_flops=self.local_muon_flops,
+            local_factored_elements=self.local_factored_elements,
             forward_bytes=sum(kernel.bytes for kernel in self.kernels),
+            backward_bytes=self.backward_bytes,
             operations=_operations(self.kernels),
+            recompute_operations=_operations(self.kernels[place] for place in mode.recomputed),
             collectives=_collectives(self.exchanges),
             source="counted",
         )
 
 
-def _operations(kernels: tuple[Kernel, ...]) -> tuple[Operation, ...]:
+def rows_of(counts: Iterable[tuple[tuple[int, int, int], LayerCount]]) -> tuple[Measurement, ...]:
+    """The profile's rows of one layer from ((micro-batch size, sequence length, degree), count), mode by mode."""
+    counts = list(counts)
+    modes = get_args(RecomputeMode)
+    return tuple(each.measurement(*size, mode) for mode in modes for size, each in counts if mode in each.modes)
+
+
+def _operations(kernels: Iterable[Kernel]) -> tuple[Operation, ...]:
     """Equal kernels merged, in order of first appearance."""
     counts: dict[Kernel, int] = {}
     for kernel in kernels:
         counts[kernel] = counts.get(kernel, 0) + 1
     return tuple(
-        Operation(kind=each.kind, count=count, flops=each.flops, bytes=each.bytes, m=each.m, n=each.n, k=each.k)
+        Operation(
+            kind=each.kind,
+            count=count,
+            flops=each.flops,
+            bytes=each.bytes,
+            m=each.m,
+            n=each.n,
+            k=each.k,
+            batch=each.batch,
+        )
         for each, count in counts.items()
     )
 

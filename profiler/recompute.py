@@ -13,7 +13,7 @@ that ends in a matrix product does not run it again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -61,13 +61,30 @@ def is_saved(operation: Any) -> bool:
 def recompute(module: nn.Module, mode: RecomputeMode, observer: Observer | None = None) -> None:
     """Let the module recompute in this mode, in place.
 
-    The module's forward is wrapped and not the module, whose name and parameters must stay. Deleting the attribute
-    ``forward`` of the module takes the wrapping away.
+    The module's forward is wrapped and not the module, whose name and parameters must stay.
     """
     if mode == "none":
         return
     contexts = partial(_contexts, module, mode, observer or _nobody)
     module.forward = partial(_run, module.forward, contexts)
+
+
+@contextmanager
+def recomputing(parts: Iterable[tuple[nn.Module, Observer]], mode: RecomputeMode) -> Iterator[None]:
+    """Within, the modules recompute in this mode, each watched by its observer."""
+    with ExitStack() as stack:
+        for module, observer in parts:
+            stack.callback(_restore, module, vars(module).get("forward"))
+            recompute(module, mode, observer)
+        yield
+
+
+def _restore(module: nn.Module, forward: Any) -> None:
+    """Give a module back the forward that it had of its own, if any."""
+    if forward is not None:
+        module.forward = forward
+    else:
+        vars(module).pop("forward", None)
 
 
 def _run(forward: Callable[..., Any], contexts: Callable[[], Contexts], *arguments: Any, **keywords: Any) -> Any:

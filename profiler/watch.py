@@ -78,6 +78,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recording = False
         self.flops = 0
         self.kernels: list[Kernel] = []
+        self.functions: list[Any] = []
+        """The operation behind every kernel."""
         self.live_bytes = 0
         self.timeline: list[int] = []
         """Live bytes after every operation."""
@@ -100,6 +102,11 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._see(tensor.untyped_storage())
         self.start_phase()
 
+    def live_bytes_of(self, tensors: Iterable[Tensor]) -> int:
+        """Bytes that these tensors have a part in `live_bytes`."""
+        storages = {id(tensor.untyped_storage()): tensor.untyped_storage() for tensor in tensors}
+        return sum(storage.nbytes() for key, storage in storages.items() if key in self._live)
+
     def is_earlier(self, storage: UntypedStorage) -> bool:
         """Was it made before recording, by what runs ahead of the layer?"""
         return id(storage) in self._earlier
@@ -112,6 +119,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Forget FLOPs, kernels and timeline; what lives goes on living."""
         self.flops = 0
         self.kernels = []
+        self.functions = []
         self.timeline = [self.live_bytes]
 
     def __torch_dispatch__(
@@ -137,6 +145,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.timeline.append(self.live_bytes)
         if not _only_views(func, given, made) and packet not in BOOKKEEPING:
             self.kernels.append(_kernel(packet, given, made, flops))
+            self.functions.append(func)
 
     def _see(self, storage: UntypedStorage) -> None:
         key, size = id(storage), storage.nbytes()
@@ -173,8 +182,11 @@ def _kernel(packet: Any, given: list[Tensor], made: list[Tensor], flops: int) ->
     moved = sum(map(tensor_bytes, (*given, *made)))
     if packet in MATMULS:
         left, right = given[-2:]
-        rows = left.numel() // left.shape[-1]  # a batch of products is one product of all their rows
-        return Kernel("matmul", flops, moved, m=rows, n=right.shape[-1], k=left.shape[-1])
+        batch = left.shape[0] if left.dim() == 3 else 1
+        return Kernel("matmul", flops, moved, m=left.shape[-2], n=right.shape[-1], k=left.shape[-1], batch=batch)
+    if packet is torch.ops.planner.grouped_mm:
+        rows, weights = given[:2]  # shared out over the experts by values: one product of all rows
+        return Kernel("matmul", flops, moved, m=rows.shape[0], n=weights.shape[2], k=weights.shape[1])
     if packet in ATTENTIONS:
         return Kernel("attention", flops, moved)
     if packet is aten.convolution:

@@ -68,14 +68,16 @@ def test_sequential_layers_add_up_too(function: str):
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_recomputed_layer_keeps_its_input(family: str, write_config):
-    """The full row is the hidden tensor, as torch's checkpoint keeps it."""
+    """The full row is the hidden tensor, as torch's checkpoint keeps it; all but the last matrix product runs again."""
     source = load_model(write_config(family))
     rows = count(source, micro_batch_size=BATCH, sequence_length=TOKENS, recompute="full")
     (row,) = rows.values()
     stage = source.cut().stage(source.build(), 1, 2, recompute={1: "full"})
     hidden = torch.randn(BATCH, TOKENS, 32, requires_grad=True)
     assert row.activation_bytes == _saved_bytes(stage, hidden, with_loss=False) == hidden.nbytes
-    assert row.recompute_flops == row.forward_flops > 0
+    width, feed = (32, 4 * 32) if family == "gpt2" else (32, 48)
+    assert row.recompute_flops == row.forward_flops - 2 * BATCH * TOKENS * feed * width
+    assert sum(each.count * each.flops for each in row.recompute_operations) == row.recompute_flops
 
 
 def test_flops_are_those_of_torch_on_a_real_run():
@@ -185,7 +187,7 @@ def test_profile_counts_each_kind_once_and_is_a_valid_document(write_config):
         dtype="bf16",
         progress=lambda done, total, text: seen.append((done, total, text)),
     )
-    assert [len(layer.measurements) for layer in found.layers] == [4, 8, 8, 8, 4]
+    assert [len(layer.measurements) for layer in found.layers] == [4, 12, 12, 12, 4]
     assert found.layers[1].measurements is found.layers[3].measurements
     assert (found.device, found.dtype, found.model_digest) == ("counted", "bf16", source.digest)
     assert type(found).model_validate_json(found.model_dump_json(by_alias=True)) == found

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from profiler.polynomials import evaluate, evaluate_layer, fit, fit_layer, undominated
-from profiler.quantities import Exchange, Kernel, LayerCount
+from profiler.quantities import Exchange, Kernel, LayerCount, ModeCount
 
 SIZES = (*product((2, 3), (16, 32, 80)), (1, 48), (5, 23))
 COEFFICIENTS = st.lists(st.integers(-(10**12), 10**12), min_size=6, max_size=6)
@@ -74,14 +74,20 @@ def _layer(b: int, s: int) -> LayerCount:
         forward_flops=2 * b * s,
         backward_input_flops=3 * b * s * s,
         backward_weight_flops=7,
-        kept_bytes=b,
         input_bytes=4 * b * s,
         output_bytes=4 * b * s,
-        temporaries=(100, b * s, b * s * s),
-        recompute_temporaries=(50, 2 * b * s),
+        backward_bytes=11 * b * s,
         local_parameters=9,
+        local_matrix_elements=8,
+        local_muon_flops=70,
+        local_factored_elements=6,
         kernels=(Kernel("matmul", 2 * b * s, b * s, m=b * s, n=1, k=1), Kernel("memory", 0, 8 * b * s)),
         exchanges=(Exchange("forward", "all_reduce", 4 * b * s),),
+        modes={
+            "none": ModeCount(b, (100, b * s, b * s * s)),
+            "selective": ModeCount(b * s, (60, 3 * b * s), recomputed=(1,)),
+            "full": ModeCount(4 * b * s, (50, 2 * b * s), 2 * b * s, (0, 1)),
+        },
     )
 
 
@@ -89,7 +95,7 @@ def _layer(b: int, s: int) -> LayerCount:
 def test_a_fitted_layer_gives_the_same_row(point: tuple[int, int]):
     """A layer's row, maxima included, is the same from its polynomials as from itself."""
     data = fit_layer({size: _layer(*size) for size in SIZES})
-    for mode in ("none", "full"):
+    for mode in ("none", "selective", "full"):
         expected = _layer(*point).measurement(*point, 1, mode)
         assert evaluate_layer(data, point).measurement(*point, 1, mode) == expected
 
