@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from planner.errors import PlannerError, SpecError
 from planner.spec import Links, read
+from profiler.links_contention import pipeline_slowdown
 from profiler.links_fit import fit_levels
 from profiler.links_groups import find_nodes, make_group, shapes
 from profiler.links_measure import OPERATIONS, Sampling, check_request, default_sizes, measure_rows
@@ -53,8 +54,8 @@ class LinkOptions:
     """Sizes that would take longer are left out, the largest first."""
     ranks_per_node: int | None = None
     """Ranks that stand close together; None: what torchrun started on a node."""
-    overlap: bool = True
-    """Measure `Link.overlap_slowdown` too."""
+    slowdowns: bool = True
+    """Measure `Link.overlap_slowdown`, and on CPUs `Link.pipeline_slowdown`, too."""
 
     @property
     def sampling(self) -> Sampling:
@@ -133,7 +134,9 @@ def measure_links(options: LinkOptions | None = None, *, progress: Progress | No
     """
     options = options or LinkOptions()
     with _process_group(options.backend) as device:
-        slowdowns = _slowdowns(options, device) if options.overlap else {}
+        slowdowns = _slowdowns(options, device) if options.slowdowns else {}
+        shared = options.slowdowns and _share_cores(device)
+        pipeline = pipeline_slowdown(options.repeats) if shared else None
         rows = measure_rows(
             options.sizes_on(device),
             options.operations,
@@ -142,7 +145,12 @@ def measure_links(options: LinkOptions | None = None, *, progress: Progress | No
             ranks_per_node=options.ranks_per_node,
             progress=progress if dist.get_rank() == 0 else None,
         )
-    return fit_levels(rows, slowdowns)
+    return fit_levels(rows, slowdowns, pipeline)
+
+
+def _share_cores(device: torch.device) -> bool:
+    """All ranks compute on the cores of this one machine."""
+    return device.type == "cpu" and int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == dist.get_world_size()
 
 
 def _slowdowns(options: LinkOptions, device: torch.device) -> dict[bool, float]:

@@ -85,19 +85,25 @@ def fit(rows: Sequence[LinkMeasurement], *, overlap_slowdown: float | None = Non
     )
 
 
-def fit_levels(rows: Sequence[LinkMeasurement], slowdowns: Mapping[bool, float]) -> Links:
+def fit_levels(
+    rows: Sequence[LinkMeasurement], slowdowns: Mapping[bool, float], pipeline_slowdown: float | None = None
+) -> Links:
     """The links inside and between nodes, each from the rows of its level.
 
     Args:
         rows: of both levels.
         slowdowns: `Link.overlap_slowdown` by whether the groups span several nodes; a level may be missing.
+        pipeline_slowdown: of the link inside a node.
     """
     levels = {across: [row for row in rows if (row.nodes > 1) is across] for across in (False, True)}
     found = {
         across: fit(level, overlap_slowdown=slowdowns.get(across)) if level else None
         for across, level in levels.items()
     }
-    return Links(intra_node=found[False], inter_node=found[True])
+    inside = found[False]
+    if inside is not None:
+        inside = inside.model_copy(update={"pipeline_slowdown": pipeline_slowdown})
+    return Links(intra_node=inside, inter_node=found[True])
 
 
 def _fits(rows: Sequence[LinkMeasurement]) -> Iterator[LinkFit]:

@@ -49,7 +49,7 @@ def overlap_slowdown(group: RankGroup, device: torch.device, repeats: int) -> fl
         alone = compute.seconds()
         dist.barrier()
         ratios.append(_seconds_beside(compute, group, bucket, count) / alone)
-    slowest = _most(statistics.median(ratios[1:]), device)  # the first one warms up
+    slowest = most(statistics.median(ratios[1:]), device)  # the first one warms up
     return max(1.0, slowest)
 
 
@@ -72,7 +72,7 @@ class Compute:
         compute = cls(device)
         compute.seconds()
         once = min(compute.seconds() for _ in range(3))
-        compute.count = math.ceil(_most(least_seconds / once, device))
+        compute.count = math.ceil(most(least_seconds / once, device))
         return compute
 
     def seconds(self) -> float:
@@ -99,7 +99,7 @@ def _exchanges(group: RankGroup, bucket: Tensor, compute_seconds: float) -> int:
             if bucket.is_cuda:
                 torch.cuda.synchronize(bucket.device)
             seconds = perf_counter() - start
-    wanted = _most(COVER * compute_seconds / seconds, bucket.device)
+    wanted = most(COVER * compute_seconds / seconds, bucket.device)
     return min(MOST_EXCHANGES, math.ceil(wanted))
 
 
@@ -114,7 +114,7 @@ def _seconds_beside(compute: Compute, group: RankGroup, bucket: Tensor, count: i
     return seconds
 
 
-def _most(value: float, device: torch.device) -> float:
+def most(value: float, device: torch.device) -> float:
     """The greatest value of all ranks, on every rank."""
     tensor = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)

@@ -135,7 +135,7 @@ def _all_reduce(backend: str, ranks: int) -> str:
     """Start real ranks under torchrun and let them reduce one small tensor."""
     from profiler.links import LinkOptions, launch_links
 
-    options = LinkOptions(backend=backend, sizes=(1024, 4096), operations=("all_reduce",), repeats=1, overlap=False)
+    options = LinkOptions(backend=backend, sizes=(1024, 4096), operations=("all_reduce",), repeats=1, slowdowns=False)
     link = launch_links(ranks, options).intra_node
     assert link is not None  # ranks started here stand on one node
     return (

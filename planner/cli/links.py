@@ -119,6 +119,8 @@ def _summary(name: str, link: Link) -> str:
         text += f", typically {percent(link.relative_residual)} off"
     if link.overlap_slowdown is not None:
         text += f"; compute beside it takes {link.overlap_slowdown:.2f} x as long"
+    if link.pipeline_slowdown is not None:
+        text += f"; a pipeline on the shared cores takes {link.pipeline_slowdown:.2f} x as long"
     return text
 
 

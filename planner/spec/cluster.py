@@ -98,6 +98,9 @@ class Link(Document):
     """The same formulas fitted operation by operation: closer, because implementations differ in their algorithms."""
     overlap_slowdown: float | None = Field(default=None, ge=1)
     """Seconds of compute while a collective of this level runs beside it / seconds alone; None: not measured."""
+    pipeline_slowdown: float | None = Field(default=None, ge=1)
+    """Seconds of a pipeline over all ranks, which share the cores of one machine / seconds with a core for each; None:
+    not measured, as every rank has a device of its own."""
     measurements: tuple[LinkMeasurement, ...] = ()
     """The measured table that latency and bandwidth were fitted to, kept for the reader."""
 

@@ -24,7 +24,7 @@ from profiler.links_torchrun import run_torchrun
 def test_two_ranks_measure_every_operation() -> None:
     """Two gloo ranks give one row and one fit for every operation, with the sizes asked for, and a usable link."""
     seen: list[tuple[int, int]] = []
-    options = LinkOptions(sizes=(65536, 1024), repeats=2, overlap=False)
+    options = LinkOptions(sizes=(65536, 1024), repeats=2, slowdowns=False)
     links = launch_links(2, options, timeout_seconds=120, progress=lambda done, total, _: seen.append((done, total)))
     link = links.intra_node
     assert link is not None
@@ -34,14 +34,14 @@ def test_two_ranks_measure_every_operation() -> None:
     assert all(row.relative_spread is not None for row in link.measurements)
     assert [fit.operation for fit in link.fits] == list(OPERATIONS)
     assert link.bandwidth_bytes_per_second > 0
-    assert link.overlap_slowdown is None
+    assert (link.overlap_slowdown, link.pipeline_slowdown) == (None, None)
     assert seen == [(done, 12) for done in range(13)]
 
 
 @pytest.mark.torchrun
 def test_three_ranks_leave_no_rank_behind() -> None:
-    """With three ranks, pairs leave a remainder; sizes are rounded down to whole elements for each of three ranks; the
-    collective beside the compute does not make it faster."""
+    """With three ranks, pairs leave a remainder; sizes are rounded down to whole elements for each of three ranks;
+    neither a collective beside the compute nor shared cores make it faster."""
     options = LinkOptions(sizes=(1024, 4096), operations=("all_gather", "point_to_point"), repeats=1)
     link = launch_links(3, options, timeout_seconds=120).intra_node
     assert link is not None
@@ -50,6 +50,8 @@ def test_three_ranks_leave_no_rank_behind() -> None:
     assert rows == pairs | {("all_gather", 1020, 3), ("all_gather", 4092, 3)}
     assert link.overlap_slowdown is not None
     assert link.overlap_slowdown >= 1
+    assert link.pipeline_slowdown is not None
+    assert link.pipeline_slowdown >= 1
 
 
 @pytest.mark.torchrun
@@ -59,7 +61,7 @@ def test_two_agents_are_two_nodes(tmp_path: Path) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     output = tmp_path / "links.json"
-    fields = json.dumps({"sizes": [1024, 4096], "operations": ["all_reduce"], "repeats": 1, "overlap": False})
+    fields = json.dumps({"sizes": [1024, 4096], "operations": ["all_reduce"], "repeats": 1, "slowdowns": False})
     agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
     agent += ["--master-addr=127.0.0.1", f"--master-port={port}"]
     rank = ["-m", "profiler.links", "--output", str(output), "--options", fields]
@@ -79,7 +81,7 @@ def test_two_agents_are_two_nodes(tmp_path: Path) -> None:
 @pytest.mark.torchrun
 def test_failure_of_a_rank_is_told(tmp_path: Path) -> None:
     """A rank that cannot write its result ends in a RunError with that rank's own last words."""
-    fields = {"sizes": [64, 128], "operations": ["broadcast"], "overlap": False}
+    fields = {"sizes": [64, 128], "operations": ["broadcast"], "slowdowns": False}
     with pytest.raises(RunError, match=r"rank 0: (?s:.*)No such file"):
         run_torchrun(
             "profiler.links",
@@ -100,7 +102,7 @@ def test_ranks_that_take_too_long_are_ended() -> None:
 def test_the_time_budget_leaves_out_the_largest_sizes() -> None:
     """With no time at all, the two smallest sizes are measured all the same, because a fit needs them."""
     options = LinkOptions(
-        sizes=(4096, 16384, 1024), operations=("broadcast",), repeats=1, time_budget_seconds=1e-9, overlap=False
+        sizes=(4096, 16384, 1024), operations=("broadcast",), repeats=1, time_budget_seconds=1e-9, slowdowns=False
     )
     link = launch_links(2, options, timeout_seconds=120).intra_node
     assert link is not None

@@ -138,10 +138,11 @@ def test_levels_are_fitted_apart() -> None:
     rows = follow(inside, [row("all_reduce", size, 4) for size in sizes])
     rows += [each.model_copy(update={"nodes": 2}) for each in follow(between, [row("all_reduce", s, 2) for s in sizes])]
     rows += [row("all_reduce", size, 8, 1.0).model_copy(update={"nodes": 2}) for size in sizes]
-    links = fit_levels(rows, {False: 1.5})
+    links = fit_levels(rows, {False: 1.5}, 1.25)
     assert links.intra_node is not None
     assert links.inter_node is not None
     assert links.intra_node.bandwidth_bytes_per_second == pytest.approx(1e11)
     assert links.inter_node.bandwidth_bytes_per_second == pytest.approx(1e10)
     assert (links.intra_node.overlap_slowdown, links.inter_node.overlap_slowdown) == (1.5, None)
+    assert (links.intra_node.pipeline_slowdown, links.inter_node.pipeline_slowdown) == (1.25, None)
     assert len(links.inter_node.measurements) == 2 * len(sizes)
