@@ -88,8 +88,11 @@ def _weight_gradient(rows: Tensor, gradients: Tensor, ends: Tensor) -> Tensor:
 _library.impl("grouped_mm", _product, "Meta")  # type: ignore[no-untyped-call]
 _library.impl("grouped_mm_weight", _weight_gradient, "Meta")  # type: ignore[no-untyped-call]
 
+GROUPED_PRODUCT = torch.ops.planner.grouped_mm
+"""The product of rows and the weights of their experts, as torch dispatches it."""
 
-@register_flop_formula(torch.ops.planner.grouped_mm)
+
+@register_flop_formula(GROUPED_PRODUCT)
 def _product_flops(rows: Any, weights: Any, ends: Any, *_: Any, **__: Any) -> int:
     return int(2 * rows[0] * weights[1] * weights[2])
 
