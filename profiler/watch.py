@@ -23,6 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from profiler.attention import efficient_attention
 from profiler.experts import GROUPED_PRODUCT
 from profiler.quantities import Kernel
+from profiler.recurrent import fused_lstm
 
 aten = torch.ops.aten
 
@@ -46,9 +47,11 @@ class FusedAttention(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Replace the one function."""
+        """Replace attention, and LSTM layers (`profiler.recurrent`)."""
         if func is torch.nn.functional.scaled_dot_product_attention:
             return _fused_attention(*args, **(kwargs or {}))
+        if func is torch.lstm:
+            return fused_lstm(*args)
         return func(*args, **(kwargs or {}))
 
 
