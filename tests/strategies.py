@@ -79,13 +79,16 @@ def models(draw: st.DrawFn, most_layers: int = 8) -> ModelProfile:
     edges = draw(st.lists(st.tuples(pairs, sizes()), max_size=2)) if has_two else []
     users = st.sets(places, min_size=2, max_size=3).map(lambda found: tuple(sorted(found)))
     shared = draw(st.lists(users, max_size=1)) if has_two else []
-    return profile(
+    found = profile(
         layers,
         sizes=draw(st.sampled_from(((1,), (1, 2), (2, 4)))),
         degrees=draw(st.sampled_from(((1,), (1, 2)))),
         edges=[(*pair, size) for pair, size in edges],
         shared=[(one, least) for one in shared if (least := min(layers[user].parameters for user in one))],
     )
+    told_for = draw(st.sampled_from((0, 0, 7, 4096)))
+    longer = tuple(edge.model_copy(update={"sequence_length": told_for}) for edge in found.edges)
+    return found.model_copy(update={"edges": longer})
 
 
 @st.composite

@@ -89,6 +89,35 @@ def test_several_lengths(planner: Command, model: str) -> None:
         assert sizes == {(1, 32), (2, 32), (1, 64), (2, 64)}
 
 
+def test_the_user_names_the_cut(planner: Command) -> None:
+    """Layers start at the named modules; the profile says so, for the executor to cut alike."""
+    words = ("profile", "tests.profiler.graphs:resnet", *ANALYTIC, "--micro-batch-sizes", "1", "--json")
+    named = parse(ModelProfile, planner(*words, "--cut", "layer2.*,fc").json)
+    assert [layer.name for layer in named.layers] == ["conv1", "layer2.0", "layer2.1", "layer2.2", "fc"]
+    assert named.cut == ("layer2.*", "fc")
+    found = parse(ModelProfile, planner(*words).json)
+    assert (len(found.layers), found.cut) == (7, ())
+
+
+@pytest.mark.parametrize(("cut", "told"), [("layer3", "did you mean"), ("layer1,,fc", "empty name")])
+def test_wrong_cut(planner: Command, cut: str, told: str) -> None:
+    """A name that no module has is refused with near ones."""
+    ended = planner("profile", "tests.profiler.graphs:resnet", *ANALYTIC, "--cut", cut)
+    assert (ended.code, ended.out) == (2, "")
+    assert told in ended.err
+
+
+def test_model_of_one_layer_is_told(planner: Command, tmp_path: Path) -> None:
+    """What cannot be cut becomes one layer, with the reason in the profile and on stderr."""
+    words = ("--micro-batch-sizes", "1", "-o", tmp_path / "profile.json")
+    ended = planner("profile", "tests.profiler.graphs:untraceable", *ANALYTIC, *words)
+    profile = read(ModelProfile, tmp_path / "profile.json")
+    assert [layer.name for layer in profile.layers] == ["model"]
+    assert "Untraceable uses a tensor" in profile.environment["cut"]
+    assert "one layer: Untraceable uses a tensor" in ended.err
+    assert "split over data and tensors only" in ended.err
+
+
 def test_noise_is_told() -> None:
     """Samples that spread by more than a tenth are told with the machine's conditions; quiet ones are not."""
     row = Measurement(

@@ -154,6 +154,15 @@ def test_skips_scale_with_the_micro_batch() -> None:
     assert costs_of(model, micro_batch_size=4).boundary_bytes(0) == 4 * (10**5 + 10**5)
 
 
+def test_skips_scale_with_the_sequence() -> None:
+    """(T5): a skip that was told for another length grows in proportion to the job's, rounded up; others do not."""
+    model = profile(layer(output=0) * 3, edges=[(0, 2, 1001)])
+    length = job().sequence_length
+    for told, wanted in ((0, 1001), (length, 1001), (2 * length, 501), (length // 2, 2002)):
+        edge = model.edges[0].model_copy(update={"sequence_length": told})
+        assert costs_of(model.model_copy(update={"edges": (edge,)})).boundary_bytes(0) == wanted
+
+
 def test_transfer_between_nodes_takes_the_network() -> None:
     """(T5): of four stages on two nodes only the middle boundary leaves the node."""
     machines = cluster(4, nodes=2, intra=link(1e11), inter=link(1e10, 5e-6))

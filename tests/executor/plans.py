@@ -51,7 +51,7 @@ T5 = {
     "num_heads": 4,
     "dropout_rate": 0.1,
 }
-GRAPHS = ("unet", "resnet")
+GRAPHS = ("unet", "resnet", "diffusion")
 """Callables of `tests.profiler.graphs`."""
 CONFIGS = {"t5": T5, "gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3, "tied-llama": {**LLAMA, "tie_word_embeddings": True}}
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from planner.errors import DocumentError, LayoutError, MismatchError, RunError, ScheduleError
+from planner.errors import DocumentError, LayoutError, MismatchError, RunError, ScheduleError, UnsupportedError
 from planner.executor import Executor
 from planner.executor.loss import next_token
 from planner.executor.reference import train_reference
@@ -170,6 +170,48 @@ def test_degree_that_does_not_divide_is_refused(gpt2: ModelSource, monkeypatch: 
 
     with pytest.raises(LayoutError, match="gpt2 cannot be tensor-parallel by 2"):
         tensor_styles(gpt2.build_on_meta(), gpt2, 2)
+
+
+def _with_cut(plan: Plan, cut: tuple[str, ...]) -> Plan:
+    profile = _profile("").model_copy(update={"cut": cut})
+    return plan.model_copy(update={"request": plan.request.model_copy(update={"profile": profile})})
+
+
+def test_model_is_cut_where_its_profile_was(tmp_path: Path) -> None:
+    """The plan's profile tells the cut; a plan of other layers or modules does not fit, and says what to do."""
+    source = source_of("resnet", tmp_path)
+    named = source.cut_at(("layer2.*", "fc"))
+    options: dict[str, Any] = {"sequence_length": 0, "micro_batch_size": 2, "micro_batches": 2}
+    plan = _with_cut(make_plan([layer.name for layer in named.cut().layers], **options), named.starts)
+    settings = {"data": "synthetic", "seed": 1}
+    measured = Executor(plan, source, device="cpu", **settings).train(2)
+    assert measured.losses == pytest.approx(train_reference(plan, source, steps=2, **settings).losses, abs=1e-6)
+    with pytest.raises(MismatchError, match=r"at position 1 the plan has layer2\.0, the model layer1\.0"):
+        Executor(_with_cut(plan, ()), source)
+    stage = plan.stages[0]
+    wrong = stage.layers[0].model_copy(update={"modules": ("conv1", "bn1")})
+    other = stage.model_copy(update={"layers": (wrong, *stage.layers[1:])})
+    with pytest.raises(
+        MismatchError, match="'conv1' of the plan is made of conv1, bn1, the model's of conv1, bn1, relu"
+    ):
+        Executor(plan.model_copy(update={"stages": (other,)}), source)
+
+
+def test_outputs_that_no_loss_takes_are_refused(tmp_path: Path) -> None:
+    """A model that returns several tensors, or none that is (samples, classes), needs the user's loss."""
+    source = source_of("diffusion", tmp_path)
+    options: dict[str, Any] = {"sequence_length": 0, "micro_batch_size": 2, "micro_batches": 2}
+    plan = make_plan([layer.name for layer in source.cut().layers], **options)
+    with pytest.raises(UnsupportedError, match=r"returns \(2, 7, 6\), \(2, 7, 6\), which the losses known here"):
+        Executor(plan, source, data="synthetic")
+    measured = Executor(plan, source, device="cpu", data="synthetic", loss=f"{__name__}:noise_and_variance").train(2)
+    assert all(map(math.isfinite, measured.losses))
+
+
+def noise_and_variance(outputs: tuple[torch.Tensor, ...], targets: torch.Tensor) -> torch.Tensor:
+    """A loss of two outputs."""
+    noise, variance = outputs
+    return noise.square().mean() + variance.square().mean()
 
 
 def test_schedule_that_torch_refuses_is_named(gpt2: ModelSource) -> None:
