@@ -44,7 +44,7 @@ def test_own_device(planner: Command) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("h100",), "Did you mean h100-sxm5-80gb, h100-pcie-80gb, h100-nvl-94gb?"),
+        (("h100",), "Did you mean h100-sxm5-80gb, h100-sxm5-96gb, h100-pcie-80gb, h100-nvl-94gb?"),
         (("--file", "absent.yaml"), "absent.yaml: there is no such file"),
         (("l4-24gb", "--file", EXAMPLES / "device.yaml"), "leave out the id, or --file"),
         (("--file", EXAMPLES / "a100x8.yaml"), "node_groups: unknown field"),
