@@ -52,10 +52,10 @@ class Framework:
     has_dropout: bool = False
     """By default, in models with learned positions; those with rotary ones are trained without."""
     fp32_gradients: bool = False
-    """Gradients of half-precision parameters are accumulated in fp32, beside the parameter's own type."""
+    """Gradients of bf16 parameters are accumulated and reduced in fp32 (fp16 ones stay, for their loss is scaled)."""
     loss_bytes: int = 8
-    """Per logit, beside the fp32 copy that is kept: torch's cross entropy has two more in fp32 at its peak, Megatron-LM's
-    vocabulary-parallel one works in place and has the half-precision logits."""
+    """Per logit, beside the fp32 copy that is kept: torch's cross entropy has two more in fp32 at its peak; that of
+    Megatron-LM works in place, next to the half-precision logits."""
     gathers_logits: bool = False
     """Every tensor-parallel rank computes the loss over the whole vocabulary."""
     fp32_master: bool = True
@@ -78,6 +78,7 @@ _ALL = (
         attention="fused-softmax",
         fuses_elementwise=True,
         has_dropout=True,
+        fp32_gradients=True,
         loss_bytes=2,
     ),
     Framework(
@@ -96,6 +97,7 @@ _ALL = (
         attention="fused-softmax",
         fuses_elementwise=True,
         has_dropout=True,
+        fp32_gradients=True,
         loss_bytes=2,
     ),
     Framework(
