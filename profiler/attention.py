@@ -2,7 +2,7 @@
 
 torch's choice on CUDA is then the memory-efficient kernel (Rabe and Staats 2021, "Self-attention Does Not Need O(n^2)
 Memory"). It keeps query, key, value, bias, output and one number per row and head, as `planner::attention` does here
-by shapes alone; torch's own meta kernel rounds the rows up to 32, which no polynomial in the sequence length can follow.
+by shapes alone; torch's own meta kernel rounds the rows up to 32, which no polynomial in the length can follow.
 """
 
 from __future__ import annotations

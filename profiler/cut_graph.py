@@ -361,7 +361,8 @@ def _mark(model: nn.Module, chain: GraphChain, flow: Flow, index: int) -> tuple[
     local: dict[int, int] = {}
     rows: list[Any] = []
     for step in run.steps(flow):
-        for value in sorted(step.reads - local.keys()):
+        read = (leaf.index for leaf in tree_flatten(step.arguments)[0] if isinstance(leaf, Value))
+        for value in (value for value in dict.fromkeys(read) if value not in local):
             shape = flow.trace.shapes[value]
             rows.append(("takes", shape.size, shape.dtype, shape.requires_grad))
             local[value] = len(local)

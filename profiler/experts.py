@@ -29,8 +29,52 @@ def grouped_product(rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
     Args:
         offs: one past the last row of every expert; the name that transformers calls it by.
     """
-    product: Tensor = torch.ops.planner.grouped_mm(rows.to(weights.dtype), weights, offs)
+    waiting: list[tuple[Tensor, Tensor, Tensor]] = []
+    held = _Weights.apply(weights, waiting)  # type: ignore[no-untyped-call]
+    product: Tensor = _Product.apply(rows.to(weights.dtype), held, offs, waiting)  # type: ignore[no-untyped-call]
     return product
+
+
+class _Product(torch.autograd.Function):
+    """The product; its backward is that of the rows, and leaves what the weights' needs to `_Weights`.
+
+    Two nodes, because a node of one function computes all of its gradients: autograd could not leave the weights' out
+    where only the gradient of the input is wanted.
+    """
+
+    @staticmethod
+    def forward(context: Any, rows: Tensor, weights: Tensor, ends: Tensor, waiting: list[Any]) -> Tensor:
+        """(rows, k) x (experts, k, n) -> (rows, n)."""
+        context.save_for_backward(rows, weights, ends)
+        context.waiting = waiting
+        product: Tensor = torch.ops.planner.grouped_mm(rows, weights, ends)
+        return product
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> tuple[Tensor, Tensor, None, None]:
+        """(rows, n) -> (rows, k), and a stand-in for the gradient of the weights."""
+        rows, weights, ends = context.saved_tensors
+        context.waiting[:] = [(rows, gradients[0], ends)]
+        stand_in = weights.new_empty(()).expand(weights.shape)
+        return torch.ops.planner.grouped_mm(gradients[0], weights.transpose(1, 2), ends), stand_in, None, None
+
+
+class _Weights(torch.autograd.Function):
+    """The weights as they are; its backward is the product that makes their gradient."""
+
+    @staticmethod
+    def forward(context: Any, weights: Tensor, waiting: list[Any]) -> Tensor:
+        """(experts, k, n) -> the same."""
+        context.waiting = waiting
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> tuple[Tensor, None]:
+        """(rows, k) and (rows, n) -> (experts, k, n)."""
+        ((rows, gradient, ends),) = context.waiting
+        context.waiting.clear()
+        made: Tensor = torch.ops.planner.grouped_mm_weight(rows, gradient, ends)
+        return made, None
 
 
 def _product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
@@ -41,27 +85,14 @@ def _weight_gradient(rows: Tensor, gradients: Tensor, ends: Tensor) -> Tensor:
     return rows.new_empty((ends.shape[0], rows.shape[1], gradients.shape[1]))
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-    rows, weights, ends = ctx.saved_tensors
-    wants_rows, wants_weights, _ = ctx.needs_input_grad
-    operations = torch.ops.planner
-    return (
-        operations.grouped_mm(gradient, weights.transpose(1, 2), ends) if wants_rows else None,
-        operations.grouped_mm_weight(rows, gradient, ends) if wants_weights else None,
-        None,
-    )
-
-
 _library.impl("grouped_mm", _product, "Meta")  # type: ignore[no-untyped-call]
 _library.impl("grouped_mm_weight", _weight_gradient, "Meta")  # type: ignore[no-untyped-call]
-torch.library.register_autograd("planner::grouped_mm", _backward, setup_context=_keep, lib=_library)
+
+GROUPED_PRODUCT = torch.ops.planner.grouped_mm
+"""The product of rows and the weights of their experts, as torch dispatches it."""
 
 
-@register_flop_formula(torch.ops.planner.grouped_mm)
+@register_flop_formula(GROUPED_PRODUCT)
 def _product_flops(rows: Any, weights: Any, ends: Any, *_: Any, **__: Any) -> int:
     return int(2 * rows[0] * weights[1] * weights[2])
 

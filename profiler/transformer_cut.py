@@ -73,7 +73,7 @@ def _refusal(model: nn.Module, reason: str) -> UnsupportedError:
 @contextmanager
 def meta_friendly() -> Iterator[None]:
     """Within, transformers models run on meta tensors: the two places that read values of the ids are answered, and
-    experts multiply by shapes alone (`profiler.experts`).
+    experts multiply and LSTM layers run by shapes alone (`profiler.experts`, `profiler.recurrent`).
 
     Ids that are neither packed nor padded are what training on full sequences gives.
     """
@@ -81,12 +81,14 @@ def meta_friendly() -> Iterator[None]:
     from transformers.integrations import moe
 
     from profiler.experts import grouped_product
+    from profiler.recurrent import fused_lstm
 
     with ExitStack() as stack:
         for owner, name, answer in (
             (masking_utils, "find_packed_sequence_indices", _nothing),
             (PreTrainedModel, "warn_if_padding_and_no_attention_mask", _nothing),
             (moe, "_grouped_mm", grouped_product),
+            (torch._VF, "lstm", fused_lstm),
         ):
             stack.enter_context(mock.patch.object(owner, name, answer))
         yield

@@ -21,7 +21,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from profiler.attention import efficient_attention
+from profiler.experts import GROUPED_PRODUCT
 from profiler.quantities import Kernel
+from profiler.recurrent import fused_lstm
 
 aten = torch.ops.aten
 
@@ -45,9 +47,11 @@ class FusedAttention(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Replace the one function."""
+        """Replace attention, and LSTM layers (`profiler.recurrent`)."""
         if func is torch.nn.functional.scaled_dot_product_attention:
             return _fused_attention(*args, **(kwargs or {}))
+        if func is torch.lstm:
+            return fused_lstm(*args)
         return func(*args, **(kwargs or {}))
 
 
@@ -184,7 +188,7 @@ def _kernel(packet: Any, given: list[Tensor], made: list[Tensor], flops: int) ->
         left, right = given[-2:]
         batch = left.shape[0] if left.dim() == 3 else 1
         return Kernel("matmul", flops, moved, m=left.shape[-2], n=right.shape[-1], k=left.shape[-1], batch=batch)
-    if packet is torch.ops.planner.grouped_mm:
+    if packet is GROUPED_PRODUCT:
         rows, weights = given[:2]  # shared out over the experts by values: one product of all rows
         return Kernel("matmul", flops, moved, m=rows.shape[0], n=weights.shape[2], k=weights.shape[1])
     if packet in ATTENTIONS:

@@ -25,6 +25,14 @@ def positive_ints(text: str) -> tuple[int, ...]:
     return tuple(sorted({_whole(part, least=1) for part in text.split(",")}))
 
 
+def module_names(text: str) -> tuple[str, ...]:
+    """``encoder.layer.*,head`` -> the names, none empty."""
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(all(name.split(".")) for name in names):
+        raise argparse.ArgumentTypeError(f"{text!r} holds an empty name; give qualified names, e.g. encoder.layer.*")
+    return names
+
+
 def positive_seconds(text: str) -> float:
     """A finite number of seconds above 0."""
     value = _number(text, SECONDS_HINT)

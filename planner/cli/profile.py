@@ -7,7 +7,15 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from planner.cli.arguments import add_json, add_option, add_output, positive_int, positive_ints, positive_seconds
+from planner.cli.arguments import (
+    add_json,
+    add_option,
+    add_output,
+    module_names,
+    positive_int,
+    positive_ints,
+    positive_seconds,
+)
 from planner.cli.console import STDOUT, Progress, check_output, data, to_json, words, write
 from planner.cli.failures import DONE
 from planner.cli.inputs import MICRO_BATCH_SIZES
@@ -61,6 +69,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="tensor-parallel degrees (default: 1; analytic: all that the model allows)",
     )
     parser.add_argument("--dtype", choices=get_args(DataType), help="default: fp32 on cpu, else bf16")
+    add_option(
+        parser,
+        "--cut",
+        module_names,
+        metavar="NAME[,NAME...]",
+        help="modules before which a layer starts, '*' for one component (encoder.layer.*); default: found",
+    )
     _configure_measuring(parser)
     add_json(parser, "print the profile as JSON on stdout")
 
@@ -92,6 +107,8 @@ def run(arguments: argparse.Namespace) -> int:
         write(arguments.output, to_json(profile))
     as_json = arguments.json or arguments.output in (None, STDOUT)
     data(to_json(profile) if as_json else profile_text(profile))
+    if "cut" in profile.environment:
+        words(f"{profile.model} is {profile.environment['cut']}; it can be split over data and tensors only")
     for sentence in noise(profile):
         words(sentence)
     return DONE
@@ -115,7 +132,7 @@ def _counted(arguments: argparse.Namespace) -> ModelProfile:
 
     sizes = arguments.micro_batch_sizes or MICRO_BATCH_SIZES
     dtype: DataType = arguments.dtype or "bf16"
-    if arguments.model in names():
+    if arguments.model in names() and not arguments.cut:
         from profiler.counted import counted_profile
 
         lengths = sequence_lengths(arguments.sequence_length, entry(arguments.model).longest_sequence)
@@ -132,7 +149,7 @@ def _counted(arguments: argparse.Namespace) -> ModelProfile:
     from profiler.count import profile
     from profiler.models import load_model
 
-    source = load_model(arguments.model)
+    source = load_model(arguments.model).cut_at(arguments.cut or ())
     with Progress("counting") as progress:
         return at_lengths(
             lambda length: profile(
@@ -154,7 +171,7 @@ def _measured(arguments: argparse.Namespace) -> ModelProfile:
     from profiler.models import load_model
 
     device = _device(arguments.device)
-    source = load_model(arguments.model)
+    source = load_model(arguments.model).cut_at(arguments.cut or ())
     with Progress("measuring") as progress:
         return profile(
             source,

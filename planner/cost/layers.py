@@ -41,7 +41,7 @@ from planner.cost.workload import Workload, modes_of
 from planner.errors import MismatchError, UnsupportedError
 from planner.spec.cluster import Link
 from planner.spec.layout import Layout
-from planner.spec.profile import BYTES_PER_ELEMENT, CollectiveName, Measurement, RecomputeMode
+from planner.spec.profile import BYTES_PER_ELEMENT, CollectiveName, Measurement, RecomputeMode, SkipEdge
 from planner.spec.recipes import OgpRecipe, ParameterCount, recipe
 
 TICK_SECONDS = 1e-9
@@ -437,6 +437,15 @@ def _shared_costs(
 
 def _skip_costs(work: Workload, layout: Layout) -> tuple[SkipCost, ...]:
     order = {layer.name: index for index, layer in enumerate(work.profile.layers)}
+    samples = layout.micro_batch_size
     return tuple(
-        SkipCost(order[edge.from_], order[edge.to], edge.bytes * layout.micro_batch_size) for edge in work.profile.edges
+        SkipCost(order[edge.from_], order[edge.to], _skip_bytes(edge, work.job.sequence_length) * samples)
+        for edge in work.profile.edges
     )
+
+
+def _skip_bytes(edge: SkipEdge, sequence_length: int) -> int:
+    """Of one sample, in proportion to the length that the edge was told for, rounded up."""
+    if edge.sequence_length in (0, sequence_length):
+        return edge.bytes
+    return -(-edge.bytes * sequence_length // edge.sequence_length)

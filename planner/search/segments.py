@@ -10,13 +10,15 @@ is a path x(0) = 0, y(s) = x(s + 1), y(P - 1) = D - 1 through the tables (`plann
     (G3)  a segment fits if it fits with the modes that need least memory                            -> least_bytes
     (G4)  when the layers of a segment that can recompute are not all alike, (G2) is a knapsack: the table holds a lower
           bound, and `planner.search.recompute` solves those segments that the search really asks for
+    (G5)  when they are all alike, only the numbers of layers in every mode count: all ways to share n layers out over
+          the modes, sorted by the bytes that they keep, with the least ticks so far, answer (G2) by bisection  -> _Mix
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -199,55 +201,128 @@ class Segments:
         room = self.room_bytes
         plain = self.fixed_bytes + self._units * self._sums(lambda options: options[0].activation_bytes)
         missing = plain + self._largest(lambda options: options[0].temporary_bytes) - room
-        if len(self.choosers) == 1 and _is_simple(self.choosers[0]):
-            return self._one_kind(cheapest, plain - room, missing)
+        if len(self.choosers) == 1:
+            return self._one_kind(), np.ones(missing.shape, bool)
         needed = np.maximum(0, plain + self._largest(_least_temporary) - room) / self._units
         extra = np.floor(needed * min(map(_least_rate, self.choosers), default=0.0) * (1 - 1e-9))
         none_is_cheapest = all(options[0].backward_ticks == _cheapest(options) for options in self.choosers)
         return cheapest + extra.astype(np.int64), (missing <= 0) & none_is_cheapest
 
-    def _one_kind(self, cheapest: Table, over: Table, missing: Table) -> tuple[Table, Mask]:
-        """Only one kind of layer can recompute: the fewest layers r that free enough, in closed form."""
-        none, full = self.choosers[0]
-        count = self._sums(lambda options: int(len(options) > 1))
-        saved = np.maximum(1, self._units * (none.activation_bytes - full.activation_bytes))
+    def _one_kind(self) -> Table:
+        """Only one kind of layer can recompute: least B by how many of them a segment holds, equation (G5)."""
+        (options,) = self.choosers
+        rest = self._sums(lambda each: each[0].backward_ticks if len(each) == 1 else 0)
+        best = np.full(rest.shape, _IMPOSSIBLE)
+        for limit in sorted({cost.temporary_bytes for cost in options}):
+            allowed = tuple(cost for cost in options if cost.temporary_bytes <= limit)
+            bytes_left = self._bytes_left(limit)
+            for amount in np.unique(self._amount[self.is_segment]):
+                here = self.is_segment & (self._amount == amount)
+                mix = _Mix.of(allowed, int(amount))
+                best[here] = np.minimum(best[here], mix.least_ticks(bytes_left[here]))
+        # What fits in no mode is no segment of any stage map (`fits`): any bound will do there.
+        cheapest = self._amount * min(cost.backward_ticks for cost in options)
+        return rest + np.where(best < _IMPOSSIBLE, best, cheapest)
+
+    @cached_property
+    def _amount(self) -> Table:
+        """Layers of a segment that can recompute."""
+        return self._sums(lambda options: int(len(options) > 1))
+
+    def _bytes_left(self, limit: int) -> Table:
+        """What one micro-batch may keep of the layers that can recompute, with temporaries of so many bytes."""
         others = self._largest(lambda options: options[0].temporary_bytes if len(options) == 1 else 0)
-        mixed = np.maximum(others, max(none.temporary_bytes, full.temporary_bytes))
-        some = np.maximum(1, -(-(over + mixed) // saved))
-        chosen = np.where(missing <= 0, 0, np.where(some < count, some, count))
-        return cheapest + chosen * (full.backward_ticks - none.backward_ticks), np.ones(cheapest.shape, bool)
+        temporary = np.maximum(others, np.where(self._amount > 0, limit, 0))
+        kept = self._sums(lambda options: options[0].activation_bytes if len(options) == 1 else 0)
+        table: Table = (self.room_bytes - self.fixed_bytes - temporary - self._units * kept) // self._units
+        return table
 
     def layers(self, stage: int, x: int, y: int) -> range:
         """Layer indices of a segment."""
         return range(stage + x, stage + 1 + y)
 
     def uniform_modes(self, stage: int, x: int, y: int) -> tuple[tuple[int, RecomputeMode], ...] | None:
-        """The modes behind `backward` when one kind at most can recompute: its first layers do; None otherwise."""
+        """The modes behind `backward` where it is exact, most recomputation first; None otherwise."""
         if not self.is_exact[stage, x, y]:
             return None
         layers = self.layers(stage, x, y)
-        extra = int(self.backward[stage, x, y]) - sum(self.modes[layer][0].backward_ticks for layer in layers)
-        chosen = []
-        for layer in layers:
-            options = self.modes[layer]
-            step = options[-1].backward_ticks - options[0].backward_ticks if len(options) > 1 else 0
-            recomputes = len(options) > 1 and extra >= step > 0
-            extra -= step if recomputes else 0
-            chosen.append((layer, (options[-1] if recomputes else options[0]).mode))
-        return tuple(chosen)
+        if len(self.choosers) != 1:
+            return tuple((layer, self.modes[layer][0].mode) for layer in layers)
+        modes = iter(self._mixed(stage, x, y))
+        return tuple(
+            (layer, next(modes) if len(self.modes[layer]) > 1 else self.modes[layer][0].mode) for layer in layers
+        )
+
+    def _mixed(self, stage: int, x: int, y: int) -> list[RecomputeMode]:
+        """Modes of the layers of a segment that can recompute, one kind of them."""
+        (options,) = self.choosers
+        amount = int(self._amount[stage, x, y])
+        found: list[tuple[int, list[RecomputeMode]]] = []
+        for limit in sorted({cost.temporary_bytes for cost in options}):
+            mix = _Mix.of(tuple(cost for cost in options if cost.temporary_bytes <= limit), amount)
+            found += mix.modes(int(self._bytes_left(limit)[stage, x, y]))
+        if not found:
+            return [min(options, key=lambda cost: cost.activation_bytes).mode] * amount
+        return min(found, key=lambda each: each[0])[1]
+
+
+_IMPOSSIBLE = np.int64(2**62)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mix:
+    """All ways to share modes out over layers that cost the same, by the bytes that they keep together."""
+
+    allowed: LayerModes
+    counts: Table
+    """Layers in every mode, [way, mode], ordered by bytes."""
+    kept_bytes: Table
+    """By way."""
+    ticks: Table
+    """Of the ways up to this one, the least."""
+
+    @classmethod
+    def of(cls, allowed: LayerModes, amount: int) -> _Mix:
+        """So many layers, each in one of the allowed modes."""
+        counts = _compositions(amount, len(allowed))
+        kept = counts @ np.array([cost.activation_bytes for cost in allowed], dtype=np.int64)
+        ticks = counts @ np.array([cost.backward_ticks for cost in allowed], dtype=np.int64)
+        order = np.lexsort((ticks, kept))
+        return cls(allowed, counts[order], kept[order], np.minimum.accumulate(ticks[order]))
+
+    def least_ticks(self, room_bytes: Table) -> Table:
+        """Of the ways that keep at most so many bytes."""
+        last = np.searchsorted(self.kept_bytes, room_bytes, side="right") - 1
+        table: Table = np.where(last >= 0, self.ticks[last], _IMPOSSIBLE)
+        return table
+
+    def modes(self, room_bytes: int) -> list[tuple[int, list[RecomputeMode]]]:
+        """Ticks and modes of the best way, most recomputation first; nothing when none fits."""
+        last = int(np.searchsorted(self.kept_bytes, room_bytes, side="right")) - 1
+        if last < 0:
+            return []
+        best = self.counts[int(np.searchsorted(-self.ticks, -self.ticks[last]))]
+        pairs = reversed(list(zip(self.allowed, best, strict=True)))
+        return [(int(self.ticks[last]), [cost.mode for cost, amount in pairs for _ in range(int(amount))])]
+
+
+@cache
+def _compositions(total: int, parts: int) -> Table:
+    """All ways to write a whole number as a sum of so many, [way, part]."""
+    if parts == 1:
+        return np.array([[total]], dtype=np.int64)
+    rows = [
+        np.column_stack([np.full(len(rest), first, dtype=np.int64), rest])
+        for first in range(total + 1)
+        for rest in (_compositions(total - first, parts - 1),)
+    ]
+    return np.concatenate(rows)
 
 
 def _differences(prefix: Table, starts: Table, stops: Table) -> Table:
     """Sums over [start, stop) from running totals."""
     table: Table = prefix[stops] - prefix[starts]
     return table
-
-
-def _is_simple(options: LayerModes) -> bool:
-    """Two modes, of which the second trades time for memory."""
-    none, more = options[0], options[-1]
-    trades = more.backward_ticks > none.backward_ticks and more.activation_bytes <= none.activation_bytes
-    return len(options) == 2 and trades
 
 
 def _cheapest(options: LayerModes) -> int:

@@ -5,12 +5,14 @@ Durations are whole nanoseconds, rounded once per layer and part, because the pl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from typing import get_args
 
-from planner.spec.profile import LayerProfile, Measurement, RecomputeMode, SharedParameters
+from planner.spec.profile import LayerProfile, Measurement, RecomputeMode, SharedParameters, SkipEdge
 from planner.spec.recipes import OgpRecipe, ParameterCount, recipe
 from planner.validate.facts import Facts
 from planner.validate.formulas import Machine, collective_seconds, layer_seconds, send_seconds
@@ -127,7 +129,8 @@ class Prices:
             over = [edge for edge in facts.profile.edges if order[edge.from_] <= index < order[edge.to]]
             samples = facts.layout.micro_batch_size
             output = plain_row(facts.rows(layer)).output_bytes
-            sizes.append(output + sum(edge.bytes * samples for edge in over))
+            skipping = sum(_at_length(edge, facts.job.sequence_length) for edge in over)
+            sizes.append(output + samples * skipping)
         return tuple(sizes)
 
     @cached_property
@@ -255,6 +258,12 @@ class Prices:
                 optimizer=ogp.optimizer_bytes(ParameterCount(elements, 0, shared.factored_elements)) // by_optimizer,
             ),
         )
+
+
+def _at_length(edge: SkipEdge, tokens: int) -> int:
+    """Bytes of one sample of so many tokens, rounded up to whole ones."""
+    told = edge.sequence_length
+    return edge.bytes if not told else math.ceil(Fraction(edge.bytes * tokens, told))
 
 
 def plain_row(rows: Mapping[RecomputeMode, Measurement]) -> Measurement:

@@ -13,6 +13,7 @@ from torch import nn
 from profiler.catalogue import Network
 from profiler.networks.amoebanet import amoebanet_d
 from profiler.networks.dit import dit
+from profiler.networks.gnmt import gnmt
 from profiler.networks.resnet import resnet
 from profiler.networks.unet import unet
 from profiler.networks.vgg import vgg
@@ -20,6 +21,7 @@ from profiler.networks.vgg import vgg
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "amoebanet-d": amoebanet_d,
     "dit": dit,
+    "gnmt": gnmt,
     "resnet": resnet,
     "unet": unet,
     "vgg": vgg,

@@ -226,6 +226,60 @@ class Opaque(nn.Module):
         return self.two(Doubled.apply(self.one(features)))
 
 
+class Untraceable(nn.Module):
+    """Keeps a tensor that it registers nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(8, 8)
+        self.two = nn.Linear(8, 4)
+        self.table = torch.ones(8)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(batch, 8) -> (batch, 4)."""
+        return self.two(self.one(features) * self.table)
+
+
+class Gate(nn.Module):
+    """Reads a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(batch, 8) -> (batch, 8)."""
+        return self.linear(features) if features.sum().item() > 0 else features
+
+
+class Reading(nn.Module):
+    """Its second module reads a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(8, 8)
+        self.gate = Gate()
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(batch, 8) -> (batch, 8)."""
+        return self.gate(self.one(features))
+
+
+class InPlace(nn.Module):
+    """An activation in place between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(8, 8)
+        self.act = nn.ReLU(inplace=True)
+        self.mix = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(batch, 8) -> (batch, 4)."""
+        return self.last(self.mix(self.act(self.one(features))))
+
+
 def unet() -> tuple[nn.Module, Tensor]:
     """Long skips."""
     return UNet(), torch.zeros(1, 3, 16, 16)
@@ -257,5 +311,20 @@ def plain() -> tuple[nn.Module, Tensor]:
 
 
 def opaque() -> tuple[nn.Module, Tensor]:
-    """Cannot be cut, but can be run."""
+    """A function with a backward of its own."""
     return Opaque(), torch.zeros(1, 8)
+
+
+def untraceable() -> tuple[nn.Module, Tensor]:
+    """Cannot be cut, but runs."""
+    return Untraceable(), torch.zeros(1, 8)
+
+
+def reading() -> tuple[nn.Module, Tensor]:
+    """Does not run on meta tensors."""
+    return Reading(), torch.zeros(1, 8)
+
+
+def in_place() -> tuple[nn.Module, Tensor]:
+    """Changes a tensor in place."""
+    return InPlace(), torch.zeros(1, 8)

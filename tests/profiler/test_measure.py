@@ -194,7 +194,7 @@ def test_a_journal_resumes(gpt2: ModelSource, timed: list[LayerWorkload | Optimi
     timed.clear()
     again = profile(gpt2, sequence_lengths=(8,), micro_batch_sizes=(1,), journal=journal)
     assert timed == []
-    assert again == first
+    assert again.layers == first.layers
     profile(gpt2, sequence_lengths=(8,), micro_batch_sizes=SIZES, journal=journal)
     assert len(timed) == 3
 
@@ -232,7 +232,8 @@ def test_shards_are_measured_too(tmp_path: Path) -> None:
     """By two, a Llama's rows of both degrees have seconds; the shard's exchanges stay for the cost model to price."""
     measured = profile(llama(tmp_path), sequence_lengths=(8,), micro_batch_sizes=(1,), tensor_parallel_degrees=(1, 2))
     rows = [row for row in measured.layers[1].measurements if row.tensor_parallel_degree == 2]
-    assert [row.source for row in rows] == ["measured", "measured"]
+    assert {row.source for row in rows} == {"measured"}
+    assert {row.recompute for row in rows} >= {"none", "full"}
     assert all(row.collectives for row in rows)
 
 

@@ -10,6 +10,7 @@ from profiler import catalogue
 from profiler.networks import BUILDERS
 from profiler.networks.amoebanet import FactorizedReduction, amoebanet_d
 from profiler.networks.dit import dit
+from profiler.networks.gnmt import gnmt
 from profiler.networks.unet import unet
 
 
@@ -55,6 +56,21 @@ def test_dit_has_the_parameters_of_its_paper(depth: int, width: int, heads: int,
     assert parameters(dit, depth, width, heads, 2, 32, 4, 1000) == pytest.approx(published, rel=5e-3)
 
 
+@pytest.mark.parametrize("layers", [4, 8])
+def test_gnmt_has_the_parameters_of_its_layers(layers: int):
+    """Wu et al. 2016, section 3: an LSTM has 4 h (x + h + 2) parameters; encoder and decoder share the embedding."""
+    h, vocabulary = 1024, 32320
+
+    def lstm(x: int) -> int:
+        return 4 * h * (x + h + 2)
+
+    encoder = 2 * lstm(h) + lstm(2 * h) + (layers - 2) * lstm(h)
+    decoder = lstm(h) + (layers - 1) * lstm(2 * h)
+    attention = 2 * h * h + 2 * h
+    expected = vocabulary * h + encoder + decoder + attention + vocabulary * (h + 1)
+    assert parameters(gnmt, layers, h, vocabulary) == expected
+
+
 def test_factorised_reduction_sees_every_second_diagonal():
     """The two halves read the pixels at even and at odd places, which batch normalisation of one kernel shows."""
     reduction = FactorizedReduction(1, 2).eval()
@@ -72,6 +88,11 @@ SMALL: dict[str, tuple[dict[str, object], tuple[Tensor, ...], tuple[int, ...]]] 
         {"depth": 2, "width": 32, "heads": 4, "patch": 2, "side": 8, "channels": 4, "classes": 10},
         (torch.randn(2, 4, 8, 8), torch.tensor([3, 900]), torch.tensor([1, 9])),
         (2, 8, 8, 8),
+    ),
+    "gnmt": (
+        {"layers": 3, "width": 16, "vocabulary": 50},
+        (torch.randint(50, (2, 7)), torch.randint(50, (2, 5))),
+        (2, 5, 50),
     ),
     "resnet": ({"blocks": [1, 1, 1, 1], "classes": 5}, (torch.randn(2, 3, 32, 32),), (2, 5)),
     "unet": (
@@ -98,4 +119,4 @@ def test_every_parameter_gets_a_gradient(architecture: str):
 def test_every_entry_names_a_builder():
     """No catalogue entry asks for an architecture that is not there, and every architecture is asked for."""
     entries = [catalogue.entry(name) for name in catalogue.names()]
-    assert {each.network.architecture for each in entries if each.network is not None} <= set(BUILDERS)
+    assert {each.network.architecture for each in entries if each.network is not None} == set(BUILDERS)
