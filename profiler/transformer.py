@@ -384,7 +384,8 @@ class TransformerCounter:
             tally.memory((2 * size + 1) * scores, kind="softmax")
         tally.matmul(local, shape.size_of_head, length, size=size, batch=batch)
         tally.memory(2 * size * query)
-        core = (size + masks * (size + 1)) * scores
+        softmax = size if fused else size + 4
+        core = (softmax + masks * (size + 1)) * scores
         tally.saved_bytes += core
         tally.core_saved_bytes += core
 
@@ -457,9 +458,12 @@ class TransformerCounter:
         vocabulary = self._padded_vocabulary() // shard.tensor
         logits = shard.tokens * vocabulary
         tally.matmul(shard.tokens, vocabulary, shape.hidden, size=size)
+        if self.framework.gathers_logits and shard.tensor > 1:
+            logits *= shard.tensor
+            tally.exchange("forward", "all_gather", size * logits)
         tally.memory((size + 4) * logits)
         tally.memory(2 * 4 * logits, 2)
         tally.saved_bytes += 4 * logits
-        tally.temporary_bytes = (size if self.framework.loss_in_place else 4 + 4) * logits
+        tally.temporary_bytes = self.framework.loss_bytes * logits
         parameters = self._padded_vocabulary() * shape.hidden // shard.tensor + shape.hidden
         return self._row(tally, "none", 0, parameters, 0)

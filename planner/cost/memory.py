@@ -75,6 +75,7 @@ def _rank_memory(
     activations = sum(in_flight[index] * _kept_bytes(costs, stages, index) for index in mine)
     activations += RECEIVE_BUFFERS * max(buffer_bytes(costs, stages, index) for index in mine)
     temporary = max(cost.temporary_bytes for cost in layers) + costs.gathered_bytes
+    temporary += int(costs.work.constants.workspace_bytes)
     reserved = reserved_bytes(costs.work)
     return RankMemory(
         pipeline_rank=rank,

@@ -51,7 +51,8 @@ class Workload:
             return plain
         if not self.framework.fp32_master:
             return replace(plain, parameter_bytes=4, gradient_bytes=4, master_bytes=0)
-        return replace(plain, gradient_bytes=4) if self.framework.fp32_gradients else plain
+        accumulates = self.framework.fp32_gradients and self.job.precision == "bf16-mixed"
+        return replace(plain, gradient_bytes=4) if accumulates else plain
 
     @property
     def capacity_bytes(self) -> int:

@@ -40,14 +40,14 @@ PRIORS: dict[str, Prior] = {
     "attention_backward": Prior(2.8, 0.15),
     "memory_backward": Prior(1.6, 0.15),
     "kernel_seconds": Prior(2.5e-6, 0.4),
-    "host_forward_seconds": Prior(1.2e-5, 0.7),
-    "host_backward_seconds": Prior(8e-6, 0.7),
+    "host_forward_seconds": Prior(1.5e-5, 1.0),
+    "host_backward_seconds": Prior(1e-5, 1.0),
     "collective_seconds": Prior(2e-5, 0.8),
     "intra_node_fraction": Prior(0.75, 0.15),
     "inter_node_fraction": Prior(0.6, 0.4),
-    "transfer_seconds": Prior(1e-4, 1.0),
+    "transfer_seconds": Prior(3e-4, 1.5),
     "optimizer_passes": Prior(1.3, 0.4),
-    "step_seconds": Prior(5e-3, 1.0),
+    "step_seconds": Prior(5e-3, 1.5),
     "overlap_fraction": Prior(0.7, 0.3),
 }
 Predictor = Callable[[Constants], Sequence[float]]

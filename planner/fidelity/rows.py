@@ -252,6 +252,8 @@ def _layout(row: Row) -> tuple[Layout, int]:
         tensor = pipeline = 1
     if tensor is None or pipeline is None:
         raise OutOfScope("no layout (degrees)")
+    if pipeline > _needed(row, "layers"):
+        raise OutOfScope("no layout (more stages than layers)")
     model = tensor * pipeline * context
     expert = _whole(row, "ep") or 1
     if gpus is None and data is None:

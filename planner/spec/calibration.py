@@ -62,6 +62,8 @@ class Constants:
     """Of the compute beside which an overlapped collective runs that it can hide behind."""
     allocated_factor: float = 1.0
     """Activations and temporaries as allocated / as counted."""
+    workspace_bytes: float = 0.0
+    """What libraries allocate through torch and keep: matrix product workspaces, communication buffers."""
     reserved_bytes: float | None = None
     """Context, communicators and workspaces of a process; None: the device's, or the cost model's default."""
 

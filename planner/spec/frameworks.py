@@ -52,9 +52,12 @@ class Framework:
     has_dropout: bool = False
     """By default, in models with learned positions; those with rotary ones are trained without."""
     fp32_gradients: bool = False
-    """Gradients of half-precision parameters are accumulated in fp32, beside the parameter's own type."""
-    loss_in_place: bool = False
-    """Cross entropy overwrites its fp32 logits (Megatron-LM's vocabulary-parallel one); torch's keeps copies."""
+    """Gradients of bf16 parameters are accumulated and reduced in fp32 (fp16 ones stay, for their loss is scaled)."""
+    loss_bytes: int = 8
+    """Per logit, beside the fp32 copy that is kept: torch's cross entropy has two more in fp32 at its peak; that of
+    Megatron-LM works in place, next to the half-precision logits."""
+    gathers_logits: bool = False
+    """Every tensor-parallel rank computes the loss over the whole vocabulary."""
     fp32_master: bool = True
     """Mixed precision keeps a master copy; False: the sharded parameters are in fp32 and cast when gathered."""
     overlaps_reduction: bool = False
@@ -75,14 +78,15 @@ _ALL = (
         attention="fused-softmax",
         fuses_elementwise=True,
         has_dropout=True,
-        loss_in_place=True,
+        fp32_gradients=True,
+        loss_bytes=2,
     ),
     Framework(
         "megatron-core",
         "NVIDIA/Megatron-LM with Megatron-Core and TransformerEngine: main_grad in fp32, overlapped",
         fuses_elementwise=True,
         has_dropout=True,
-        loss_in_place=True,
+        loss_bytes=2,
         fp32_gradients=True,
         overlaps_reduction=True,
         overlaps_gathers=True,
@@ -93,11 +97,14 @@ _ALL = (
         attention="fused-softmax",
         fuses_elementwise=True,
         has_dropout=True,
-        loss_in_place=True,
+        fp32_gradients=True,
+        loss_bytes=2,
     ),
     Framework(
         "aa-scaling",
         "Hagemann et al. 2023, arXiv 2311.05610: Megatron-style tensor and pipeline parallelism, ZeRO-1",
+        gathers_logits=True,
+        loss_bytes=14,
         fuses_norm=False,
     ),
     Framework("nanotron", "huggingface/nanotron: fp32 accumulation, ZeRO-1", fuses_norm=True, fp32_gradients=True),
@@ -140,7 +147,7 @@ _ALL = (
     Framework(
         "internevo", "InternLM/InternEvo: hybrid ZeRO, overlapped", overlaps_reduction=True, overlaps_gathers=True
     ),
-    Framework("galvatron", "PKU-DAIR/Hetu-Galvatron on Megatron-Core", fuses_elementwise=True, loss_in_place=True),
+    Framework("galvatron", "PKU-DAIR/Hetu-Galvatron on Megatron-Core", fuses_elementwise=True, loss_bytes=2),
     Framework("paxml", "google/paxml: XLA", fuses_elementwise=True, overlaps_reduction=True, overlaps_gathers=True),
 )
 FRAMEWORKS: dict[str, Framework] = {framework.name: framework for framework in _ALL}

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from planner.errors import UnsupportedError
+from planner.spec.calibration import Constants, constants_for
 from planner.spec.cluster import Cluster, DeviceSpec, Link, NodeGroup
-from planner.spec.devices import find_device, links_of
+from planner.spec.devices import catalogue, find_device, links_of
 from planner.spec.job import Job
 from planner.spec.layout import Layout
 from planner.spec.plan import Plan, RankPlacement
@@ -40,7 +41,9 @@ class Facts:
     nodes: NodeGroup
     device: DeviceSpec
     intra_node: Link
+    """As collectives reach it: equation (K3)."""
     inter_node: Link
+    constants: Constants
 
     @property
     def devices(self) -> int:
@@ -116,6 +119,9 @@ def gather(
         )
     group = cluster.node_groups[0]
     intra_node, inter_node = links_of(group, field=_GROUP_FIELD)
+    device = find_device(group.device, field=f"{_GROUP_FIELD}.device")
+    known = catalogue().get(device.id)
+    constants = constants_for("planner", known.architecture if known else "")
     return Facts(
         profile=profile,
         job=job,
@@ -123,7 +129,13 @@ def gather(
         micro_batches=micro_batches,
         placement=placement,
         nodes=group,
-        device=find_device(group.device, field=f"{_GROUP_FIELD}.device"),
-        intra_node=intra_node,
-        inter_node=inter_node or intra_node,
+        device=device,
+        intra_node=_slowed(intra_node, constants.intra_node_fraction),
+        inter_node=_slowed(inter_node or intra_node, constants.inter_node_fraction if inter_node else 1.0),
+        constants=constants,
     )
+
+
+def _slowed(link: Link, fraction: float) -> Link:
+    bandwidth = link.bandwidth_bytes_per_second * fraction
+    return link.model_copy(update={"bandwidth_bytes_per_second": bandwidth}) if fraction != 1 else link

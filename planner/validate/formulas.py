@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from planner.spec.calibration import Constants
 from planner.spec.cluster import DeviceSpec, Link
 from planner.spec.profile import DataType, Measurement, Operation
 from planner.validate.facts import Spread
 
-MEMORY_EFFICIENCY = 0.85
-ATTENTION_EFFICIENCY = 0.6
-ATTENTION_BACKWARD_FLOPS = 2.5
 ATTENTION_BACKWARD_BYTES = 2.0
-MEMORY_BACKWARD_BYTES = 1.5
+SMOOTHNESS = 4
+"""Exponent of equation (K2)."""
 
 
 class LayerSeconds(NamedTuple):
@@ -29,51 +28,88 @@ class LayerSeconds(NamedTuple):
     recompute: float
 
 
-def layer_seconds(row: Measurement, device: DeviceSpec, dtype: DataType) -> LayerSeconds:
-    """Measured seconds as they stand, else the roofline of every operation."""
+class Machine(NamedTuple):
+    """What prices kernels."""
+
+    device: DeviceSpec
+    dtype: DataType
+    constants: Constants
+
+
+def layer_seconds(row: Measurement, machine: Machine) -> LayerSeconds:
+    """Measured seconds as they stand, else the roofline of every operation over the host's floor."""
     if row.forward_seconds is not None:
         rest = (row.backward_input_seconds, row.backward_weight_seconds, row.recompute_seconds)
         return LayerSeconds(row.forward_seconds, *(seconds or 0.0 for seconds in rest))
     if row.operations:
-        parts = [_operation_seconds(operation, device, dtype) for operation in row.operations]
+        parts = [_operation_seconds(operation, machine) for operation in row.operations]
         forward, of_input, of_weight = (sum(column) for column in zip(*parts, strict=True))
     else:
-        forward, of_input, of_weight = _as_one_product(row, device, dtype)
+        forward, of_input, of_weight = _as_one_product(row, machine)
     if row.recompute_operations:
-        again = sum(one.count * _kernel(one, device, dtype, 1.0, 1.0) for one in row.recompute_operations)
+        again = sum(one.count * _kernel(one, machine, 1.0, 1.0) for one in row.recompute_operations)
     elif row.forward_flops:
         again = forward * min(1.0, row.recompute_flops / row.forward_flops)
     else:
         again = forward if row.recompute == "full" else 0.0
-    return LayerSeconds(forward, of_input, of_weight, again)
+    return _over_host(row, LayerSeconds(forward, of_input, of_weight, again), machine.constants)
 
 
-def _operation_seconds(one: Operation, device: DeviceSpec, dtype: DataType) -> tuple[float, float, float]:
+def _over_host(row: Measurement, device: LayerSeconds, constants: Constants) -> LayerSeconds:
+    """Equation (K2): kernels that the host launches, by its seconds for each."""
+    if not constants.host_forward_seconds and not constants.host_backward_seconds:
+        return device
+    launched = sum(one.count for one in row.operations)
+    twice = sum(one.count for one in row.operations if one.kind in ("matmul", "convolution"))
+    again = sum(one.count for one in row.recompute_operations)
+    backward = device.backward_input + device.backward_weight
+    floor = _norm(backward, (launched + twice) * constants.host_backward_seconds)
+    slower = floor / backward if backward else 1.0
+    return LayerSeconds(
+        _norm(device.forward, launched * constants.host_forward_seconds),
+        device.backward_input * slower,
+        device.backward_weight * slower,
+        _norm(device.recompute, again * constants.host_forward_seconds),
+    )
+
+
+def _norm(first: float, second: float) -> float:
+    return float((first**SMOOTHNESS + second**SMOOTHNESS) ** (1 / SMOOTHNESS))
+
+
+def _operation_seconds(one: Operation, machine: Machine) -> tuple[float, float, float]:
     """(forward, input gradient, weight gradient) of all runs of an operation: equations (C1) to (C3)."""
-    forward = one.count * _kernel(one, device, dtype, 1.0, 1.0)
+    constants = machine.constants
+    forward = one.count * _kernel(one, machine, 1.0, 1.0)
     if one.kind in ("matmul", "convolution"):
         return forward, forward, forward
     if one.kind == "attention":
-        backward = _kernel(one, device, dtype, ATTENTION_BACKWARD_FLOPS, ATTENTION_BACKWARD_BYTES)
+        backward = _kernel(one, machine, constants.attention_backward, ATTENTION_BACKWARD_BYTES)
         return forward, one.count * backward, 0.0
-    return forward, one.count * _kernel(one, device, dtype, 0.0, MEMORY_BACKWARD_BYTES), 0.0
+    return forward, one.count * _kernel(one, machine, 0.0, constants.memory_backward), 0.0
 
 
-def _kernel(one: Operation, device: DeviceSpec, dtype: DataType, flops: float, size: float) -> float:
-    """The slower of computing and moving, and the launch."""
+def _kernel(one: Operation, machine: Machine, flops: float, size: float) -> float:
+    """The slower of computing and moving, and the launch: equations (C1) and (K1)."""
+    device, dtype, constants = machine
+    launch = device.launch_seconds if constants.kernel_seconds is None else constants.kernel_seconds
     bandwidth = device.memory_bandwidth_bytes_per_second
-    moving = one.bytes * size / (bandwidth * MEMORY_EFFICIENCY) if bandwidth else 0.0
+    moving = one.bytes * size / (bandwidth * constants.memory_fraction) if bandwidth else 0.0
     if one.kind in ("memory", "softmax"):
-        return moving + device.launch_seconds
-    efficiency = device.achievable_fraction * (ATTENTION_EFFICIENCY if one.kind == "attention" else 1.0)
+        return moving / (constants.softmax_fraction if one.kind == "softmax" else 1.0) + launch
+    efficiency = constants.matmul_fraction or device.achievable_fraction
+    if one.kind == "attention":
+        efficiency *= constants.attention_fraction
+    elif one.m:
+        efficiency /= 1 + constants.matmul_edge * (1 / one.m + 1 / one.n + 1 / one.k)
     computing = one.flops * flops / (device.peak_flops_per_second[dtype] * efficiency)
-    return max(computing, moving) + device.launch_seconds
+    return max(computing, moving) + launch
 
 
-def _as_one_product(row: Measurement, device: DeviceSpec, dtype: DataType) -> tuple[float, float, float]:
+def _as_one_product(row: Measurement, machine: Machine) -> tuple[float, float, float]:
     """A row without operations counts as one matrix product; its backward scales with its FLOPs."""
     whole = Operation(kind="matmul", count=1, flops=row.forward_flops, bytes=row.forward_bytes)
-    forward = _kernel(whole, device, dtype, 1.0, 1.0)
+    forward = _kernel(whole, machine, 1.0, 1.0)
     if not row.forward_flops:
         return forward, forward, forward
     of_input = forward * (row.backward_input_flops / row.forward_flops)

@@ -138,12 +138,16 @@ class StepCheck:
     def _memory(self, stage: int) -> RankMemory:
         layers, state = self._layers(stage), self._state(stage)
         reserved = self.facts.device.reserved_bytes
+        if self.facts.constants.reserved_bytes is not None:
+            reserved = int(self.facts.constants.reserved_bytes)
         parts = {
             "parameters_bytes": state.parameters,
             "gradients_bytes": state.gradients,
             "optimizer_bytes": state.optimizer,
             "activations_bytes": self._activations(stage),
-            "temporary_bytes": max(self._allocated(price.row.temporary_bytes) for price in layers) + 2 * self._largest,
+            "temporary_bytes": max(self._allocated(price.row.temporary_bytes) for price in layers)
+            + 2 * self._largest
+            + int(self.facts.constants.workspace_bytes),
             "reserved_bytes": RESERVED_BYTES if reserved is None else reserved,
         }
         return RankMemory(
@@ -157,7 +161,8 @@ class StepCheck:
 
     def _allocated(self, size_bytes: int) -> int:
         """Equation (M5), rounded up layer by layer."""
-        return math.ceil(size_bytes * (1 + self.facts.device.allocation_overhead))
+        overhead = 1 + self.facts.device.allocation_overhead
+        return math.ceil(size_bytes * overhead * self.facts.constants.allocated_factor)
 
     def _state(self, stage: int) -> StateBytes:
         """Equation (M1)."""

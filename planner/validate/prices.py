@@ -15,7 +15,7 @@ from typing import get_args
 from planner.spec.profile import LayerProfile, Measurement, RecomputeMode, SharedParameters, SkipEdge
 from planner.spec.recipes import OgpRecipe, ParameterCount, recipe
 from planner.validate.facts import Facts
-from planner.validate.formulas import MEMORY_EFFICIENCY, collective_seconds, layer_seconds, send_seconds
+from planner.validate.formulas import Machine, collective_seconds, layer_seconds, send_seconds
 
 NANOSECOND = 1e-9
 
@@ -143,15 +143,15 @@ class Prices:
 
     def _price(self, layer: LayerProfile, row: Measurement, plain: Measurement) -> LayerPrice:
         """Backward, recomputation, activations and temporaries are the mode's; all else is the plain row's."""
-        device, dtype = self.facts.device, self.facts.profile.dtype
-        seconds = layer_seconds(row, device, dtype)
+        machine = Machine(self.facts.device, self.facts.profile.dtype, self.facts.constants)
+        seconds = layer_seconds(row, machine)
         exchanged_forward = self._exchange(plain, "forward")
         held = held_parameters(layer, plain)
         gather, scatter = self._gathers(held.elements)
         return LayerPrice(
             row=row,
             plain=plain,
-            forward=nanoseconds(layer_seconds(plain, device, dtype).forward),
+            forward=nanoseconds(layer_seconds(plain, machine).forward),
             backward_input=nanoseconds(seconds.backward_input),
             backward_weight=nanoseconds(seconds.backward_weight),
             recompute=nanoseconds(seconds.recompute),
@@ -170,7 +170,10 @@ class Prices:
         facts = self.facts
         ends = (facts.tensor_spread, facts.intra_node, facts.inter_node)
         mine = [one for one in row.collectives if one.phase == phase]
-        return nanoseconds(sum(one.count * collective_seconds(one.operation, one.bytes, *ends) for one in mine))
+        fixed = facts.constants.collective_seconds if facts.tensor_spread.ranks > 1 else 0.0
+        return nanoseconds(
+            sum(one.count * (collective_seconds(one.operation, one.bytes, *ends) + fixed) for one in mine)
+        )
 
     def _reduction(self, elements: int) -> int:
         """Equation (T4): all-reduce, or with ZeRO 1 and 2 reduce-scatter and all-gather."""
@@ -193,7 +196,8 @@ class Prices:
         ends = (facts.data_spread, facts.intra_node, facts.inter_node)
         gather = collective_seconds("all_gather", elements * self._ogp.parameter_bytes, *ends)
         scatter = collective_seconds("reduce_scatter", elements * self._ogp.gradient_bytes, *ends)
-        return nanoseconds(gather), nanoseconds(scatter)
+        fixed = facts.constants.collective_seconds if facts.data_spread.ranks > 1 else 0.0
+        return nanoseconds(gather + fixed), nanoseconds(scatter + fixed)
 
     def _update(self, row: Measurement, held: ParameterCount) -> int:
         """Equation (T3): states and parameters read and written, gradients read; measured for AdamW; Muon's FLOPs."""
@@ -208,7 +212,8 @@ class Prices:
         if row.optimizer_seconds is not None:
             seconds = row.optimizer_seconds * (traffic / of_adamw if of_adamw else 1.0)
         elif bandwidth is not None:
-            seconds = traffic / (bandwidth * MEMORY_EFFICIENCY)
+            constants = self.facts.constants
+            seconds = traffic * constants.optimizer_passes / (bandwidth * constants.memory_fraction)
         return nanoseconds((seconds + self._orthogonalising(row)) / shards)
 
     def _orthogonalising(self, row: Measurement) -> float:

@@ -13,10 +13,11 @@ from planner.cost.communication import Group
 from planner.cost.communication import collective_seconds as cost_collective_seconds
 from planner.cost.compute import computation
 from planner.cost.step import choose
+from planner.spec.calibration import Constants
 from planner.spec.profile import Measurement, Operation
 from planner.validate.actions import parse
 from planner.validate.facts import Spread
-from planner.validate.formulas import collective_seconds, layer_seconds
+from planner.validate.formulas import Machine, collective_seconds, layer_seconds
 from planner.validate.prediction import StepCheck
 from planner.validate.prices import Prices
 from tests.brute_force import facts, layouts, stage_maps
@@ -26,10 +27,13 @@ from tests.strategies import Instance, instances
 amounts = st.integers(0, 10**12)
 operations = st.builds(
     Operation,
-    kind=st.sampled_from(["matmul", "attention", "convolution", "memory"]),
+    kind=st.sampled_from(["matmul", "attention", "convolution", "memory", "softmax"]),
     count=st.integers(1, 5),
     flops=amounts,
     bytes=amounts,
+    m=st.sampled_from([0, 64]),
+    n=st.just(256),
+    k=st.just(32),
 )
 devices = st.builds(
     device,
@@ -39,9 +43,34 @@ devices = st.builds(
 )
 
 
-@given(st.lists(operations, max_size=4), devices, amounts, amounts, st.sampled_from(["none", "selective", "full"]))
-def test_rooflines_agree(parts: list[Operation], accelerator: Any, flops: int, again: int, mode: Any) -> None:
-    """Any row of operations, or of FLOPs alone, takes the same seconds in both."""
+fractions = st.floats(0.1, 1.0)
+fitted = st.builds(
+    Constants,
+    matmul_fraction=st.none() | fractions,
+    matmul_edge=st.floats(0, 200),
+    memory_fraction=fractions,
+    softmax_fraction=fractions,
+    attention_fraction=fractions,
+    attention_backward=st.floats(1, 4),
+    memory_backward=st.floats(1, 3),
+    kernel_seconds=st.none() | st.floats(0, 1e-5),
+    host_forward_seconds=st.just(0.0) | st.floats(1e-6, 1e-4),
+    host_backward_seconds=st.just(0.0) | st.floats(1e-6, 1e-4),
+)
+
+
+@given(
+    st.lists(operations, max_size=4),
+    devices,
+    amounts,
+    amounts,
+    st.sampled_from(["none", "selective", "full"]),
+    fitted,
+)
+def test_rooflines_agree(
+    parts: list[Operation], accelerator: Any, flops: int, again: int, mode: Any, constants: Constants
+) -> None:
+    """Any row of operations, or of FLOPs alone, takes the same seconds in both, whatever the fitted constants."""
     row = Measurement(
         micro_batch_size=1,
         sequence_length=1,
@@ -56,7 +85,8 @@ def test_rooflines_agree(parts: list[Operation], accelerator: Any, flops: int, a
         operations=tuple(parts),
         source="counted",
     )
-    one, other = computation(row, accelerator, "bf16"), layer_seconds(row, accelerator, "bf16")
+    one = computation(row, accelerator, "bf16", constants)
+    other = layer_seconds(row, Machine(accelerator, "bf16", constants))
     told = (one.forward_seconds, one.backward_input_seconds, one.backward_weight_seconds, one.recompute_seconds)
     assert told == pytest.approx(tuple(other))
 
