@@ -45,18 +45,33 @@ def group_of(ranks: Sequence[int], devices_per_node: int) -> Group:
     return Group(len(ranks), len(per_node), max(per_node.values()))
 
 
-def ring_seconds(size_bytes: float, ranks: int, link: Link) -> float:
+def ring_seconds(size_bytes: float, ranks: int, link: Link, *, latency: bool = True) -> float:
     """One pass round the ring: equation (L1)."""
     if ranks == 1:
         return 0.0
-    moved = (ranks - 1) / ranks * size_bytes
-    return (ranks - 1) * link.latency_seconds + moved / link.bandwidth_bytes_per_second
+    moved = (ranks - 1) / ranks * size_bytes / link.bandwidth_bytes_per_second
+    return (ranks - 1) * link.latency_seconds + moved if latency else moved
 
 
 def collective_seconds(
-    operation: CollectiveName, size_bytes: float, group: Group, intra_node: Link, inter_node: Link | None
+    operation: CollectiveName,
+    size_bytes: float,
+    group: Group,
+    intra_node: Link,
+    inter_node: Link | None,
+    *,
+    latency: bool = True,
 ) -> float:
-    """Seconds of one collective on a full tensor of `size_bytes`: equations (L2) to (L5)."""
+    """Seconds of one collective on a full tensor of `size_bytes`: equations (L2) to (L5).
+
+    Args:
+        operation: which collective.
+        size_bytes: of the full tensor.
+        group: its members.
+        intra_node: link inside a node.
+        inter_node: link between nodes; None: there is one node.
+        latency: False leaves the hops' fixed costs out, as of one among many that follow each other.
+    """
     if group.ranks == 1 or size_bytes == 0:
         return 0.0
     between = inter_node or intra_node
@@ -64,11 +79,11 @@ def collective_seconds(
         return transfer_seconds(size_bytes, intra_node if group.nodes == 1 else between)
     passes = _RING_PASSES[operation]
     if group.nodes == 1:
-        return passes * ring_seconds(size_bytes, group.ranks, intra_node)
+        return passes * ring_seconds(size_bytes, group.ranks, intra_node, latency=latency)
     if operation == "all_to_all" or not group.is_even:
-        return passes * ring_seconds(size_bytes, group.ranks, between)
-    inside = ring_seconds(size_bytes, group.ranks_per_node, intra_node)
-    outside = ring_seconds(size_bytes / group.ranks_per_node, group.nodes, between)
+        return passes * ring_seconds(size_bytes, group.ranks, between, latency=latency)
+    inside = ring_seconds(size_bytes, group.ranks_per_node, intra_node, latency=latency)
+    outside = ring_seconds(size_bytes / group.ranks_per_node, group.nodes, between, latency=latency)
     return passes * (inside + outside)
 
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from planner.cost.communication import Group, collective_seconds, transfer_seconds
-from planner.cost.compute import computation
+from planner.cost.compute import Computation, computation
 from planner.cost.placement import (
     boundary_crosses_nodes,
     widest_context_group,
@@ -39,7 +39,6 @@ from planner.cost.placement import (
 )
 from planner.cost.workload import Workload, modes_of
 from planner.errors import MismatchError, UnsupportedError
-from planner.spec.cluster import Link
 from planner.spec.layout import Layout
 from planner.spec.profile import BYTES_PER_ELEMENT, CollectiveName, Measurement, RecomputeMode, SkipEdge
 from planner.spec.recipes import OgpRecipe, ParameterCount, recipe
@@ -262,10 +261,11 @@ class _LayerPricing:
 
     def cost(self, row: Measurement) -> LayerCost:
         work, zero = self.work, self.layout.zero_stage
-        seconds = computation(row, work.device, work.profile.dtype, work.constants)
+        seconds = self._computation(row)
         forward_exchange = self._exchange_ticks(self.plain, "forward")
         backward_exchange = self._exchange_ticks(row, "backward")
-        forward = ticks(computation(self.plain, work.device, work.profile.dtype, work.constants).forward_seconds)
+        plain = seconds if row is self.plain else self._computation(self.plain)
+        forward = ticks(plain.forward_seconds)
         weight = ticks(seconds.backward_weight_seconds)
         backward = ticks(seconds.backward_input_seconds) + weight
         recompute = ticks(seconds.recompute_seconds)
@@ -295,6 +295,9 @@ class _LayerPricing:
             temporary_bytes=self._allocated(row.temporary_bytes),
             model_flops=self.plain.forward_flops + self.plain.backward_input_flops + self.plain.backward_weight_flops,
         )
+
+    def _computation(self, row: Measurement) -> Computation:
+        return computation(row, self.work.device, self.work.profile.dtype, self.work.constants)
 
     def local_parameters(self) -> ParameterCount:
         """On one rank of the tensor-parallel group."""
@@ -395,12 +398,7 @@ class _LayerPricing:
 
 def _bandwidth_seconds(work: Workload, operation: CollectiveName, size_bytes: int, group: Group) -> float:
     """A collective without its latency, which a stage pays once and not once per layer."""
-    intra, inter = (_without_latency(link) for link in (work.intra_node, work.inter_node or work.intra_node))
-    return collective_seconds(operation, size_bytes, group, intra, inter)
-
-
-def _without_latency(link: Link) -> Link:
-    return link.model_copy(update={"latency_seconds": 0.0})
+    return collective_seconds(operation, size_bytes, group, work.intra_node, work.inter_node, latency=False)
 
 
 def _reduction_latency_ticks(work: Workload, group: Group) -> int:

@@ -151,6 +151,19 @@ def workload(
     return result
 
 
+def with_constants(work: Workload, constants: Constants) -> Workload:
+    """The same workload under other constants; `work` has the default ones, whose links are the cluster's own."""
+    between = _reached(work.inter_node, constants.inter_node_fraction) if work.inter_node else None
+    found = replace(
+        work,
+        intra_node=_reached(work.intra_node, constants.intra_node_fraction),
+        inter_node=between,
+        constants=constants,
+    )
+    found.__dict__["sizes"] = work.sizes  # read once: constants do not change which rows there are
+    return found
+
+
 def _reached(link: Link, fraction: float) -> Link:
     """The link as collectives find it: equation (K3)."""
     if fraction == 1:

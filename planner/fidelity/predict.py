@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from planner.cost import StageMap, choose, layout_costs, predict_step, schedule_of, workload
+from planner.cost import (
+    TICK_SECONDS,
+    StageLayers,
+    StageMap,
+    choose,
+    evaluate,
+    layout_costs,
+    predict_step,
+    schedule_of,
+    workload,
+)
 from planner.cost.layers import LayoutCosts
-from planner.cost.workload import Workload
+from planner.cost.workload import Workload, with_constants
 from planner.fidelity.rows import Run
-from planner.spec.calibration import Constants
+from planner.schedule import Schedule
+from planner.spec.calibration import DEFAULT, Constants
 from planner.spec.cluster import Cluster, NodeGroup
 from planner.spec.devices import find_device
 from planner.spec.job import Job
@@ -68,8 +80,12 @@ def predict_run(run: Run, constants: Constants | None = None) -> Predicted:
         constants: None: those that were fitted to its framework and device.
     """
     costs = costs_of(run, constants)
-    prediction = predict_step(costs, schedule_of(costs), choose(costs, stage_map(run)))
-    return Predicted(run, prediction, find_device(run.device).memory_bytes)
+    return predicted(run, costs, schedule_of(costs), choose(costs, stage_map(run)))
+
+
+def predicted(run: Run, costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]) -> Predicted:
+    """Step time and memory of a run whose layers are priced."""
+    return Predicted(run, predict_step(costs, schedule, stages), find_device(run.device).memory_bytes)
 
 
 def costs_of(run: Run, constants: Constants | None = None) -> LayoutCosts:
@@ -94,6 +110,31 @@ def stage_map(run: Run) -> StageMap:
             first, last = [*first, (head + index, "none")], []
         stages.append(first + blocks + last)
     return stages
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run whose documents are read once: for pricing it under many constants."""
+
+    run: Run
+    work: Workload
+    """Under the default constants, whose links are the cluster's own."""
+    schedule: Schedule
+    stages: StageMap
+
+    def seconds(self, constants: Constants) -> float:
+        """Step seconds under these constants; cheaper than a whole prediction."""
+        costs = layout_costs(with_constants(self.work, constants), self.run.layout)
+        stages = choose(costs, self.stages)
+        if self.run.is_one_layer:
+            return predicted(self.run, costs, self.schedule, stages).step_seconds
+        return evaluate(costs, self.schedule, stages).total_ticks * TICK_SECONDS
+
+
+def prepare(run: Run) -> Prepared:
+    """Read a run's documents once."""
+    work = workload_of(run, DEFAULT)
+    return Prepared(run, work, schedule_of(layout_costs(work, run.layout)), stage_map(run))
 
 
 @lru_cache(maxsize=4096)
