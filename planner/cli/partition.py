@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from planner.cli.arguments import add_json, add_option, costs, positive_int
 from planner.cli.console import bar, data, table, to_json
-from planner.cli.units import gibibytes, percent, seconds
+from planner.cli.units import percent, scaled, seconds
 from planner.errors import DocumentError
 from planner.partition import MEASURES, METHODS, Choice, layer_costs, partition
 from planner.partition.profile_costs import Measure, chosen_size
@@ -66,7 +66,7 @@ class _Layers:
 
     def cost(self, value: float) -> str:
         """In words."""
-        return {"time": seconds, "memory": gibibytes}.get(self.by, lambda plain: f"{plain:g}")(value)
+        return f"{value:g}" if not self.by else seconds(value) if self.by == "time" else scaled(value, "B")
 
 
 def run(arguments: argparse.Namespace) -> int:
