@@ -23,6 +23,13 @@ from profiler.models import load_model
         ("llama-2-7b", 97, "fp16", (2,)),
         ("gpt3-175b", 2048, "bf16", (1, 8)),
         ("qwen3-8b", 40, "fp32", (8,)),
+        ("gemma-2-2b", 40, "bf16", (4,)),
+        ("deepseek-v3", 40, "bf16", (1,)),
+        ("gpt-oss-20b", 40, "bf16", (1,)),
+        ("t5-small", 40, "bf16", (1,)),
+        ("unet-5-64", 0, "fp32", (1,)),
+        ("dit-s-2", 0, "bf16", (1,)),
+        ("gnmt-8", 40, "fp32", (1,)),
     ],
 )
 def test_stored_counts_equal_a_fresh_count(name: str, sequence_length: int, dtype, degrees: tuple[int, ...]):
