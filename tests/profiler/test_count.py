@@ -108,6 +108,32 @@ def test_llama_block_has_the_flops_of_its_formula(write_config):
     assert row.backward_input_flops == products + attention * 5 // 2
 
 
+def strided_convolution() -> tuple[nn.Sequential, torch.Tensor]:
+    """A convolution between two layers."""
+    layers = (nn.Conv2d(3, 4, 1), nn.Conv2d(4, 6, 5, stride=2, padding=2), nn.Flatten(), nn.Linear(384, 2))
+    return nn.Sequential(*layers), torch.empty(1, 3, 16, 16)
+
+
+def test_convolution_has_the_flops_of_its_formula():
+    """2 k k c o H W per sample forward, with the sizes of the output; as much for each of the two gradients."""
+    source = load_model("tests.profiler.test_count:strided_convolution")
+    counted = Counter(source, "fp32").count("Conv2d-2", BATCH, 0)
+    flops = BATCH * 2 * 5 * 5 * 4 * 6 * 8 * 8
+    assert counted.forward_flops == counted.backward_input_flops == counted.backward_weight_flops == flops
+    values = BATCH * (4 * 16 * 16 + 6 * 8 * 8)
+    assert sum(kernel.bytes for kernel in counted.kernels) == 4 * (values + 5 * 5 * 4 * 6 + 6)
+
+
+def test_backward_bytes_of_a_linear_layer():
+    """Two products and a sum, each reading its operands and writing its result, and the gradients' accumulation."""
+    source = load_model(f"{CALLABLES}:mlp")
+    kind = source.cut().layers[2].kind
+    values, weight, bias = BATCH * 16, 16 * 16, 16
+    products = 2 * (2 * values + weight)
+    accumulated = 3 * (weight + bias)
+    assert Counter(source, "fp32").count(kind, BATCH, 0).backward_bytes == 4 * (products + values + bias + accumulated)
+
+
 def test_embedding_has_no_input_gradient(write_config):
     """Token ids have no gradient: all of the embedding's backward is for its weights."""
     rows = count(load_model(write_config("gpt2")), micro_batch_size=BATCH, sequence_length=TOKENS)

@@ -1,0 +1,206 @@
+"""Counted activation bytes against what autograd really keeps on the CPU, to the byte, in every recompute mode."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from planner.spec.profile import RecomputeMode
+from profiler.count import Counter
+from profiler.models import ModelSource, load_model
+from tests.profiler.conftest import TINY
+
+BATCH, TOKENS = 3, 20
+RANDOM_STATE_BYTES = 24
+"""Seed and offset that the CUDA attention kernel keeps; the CPU kernel has none."""
+MIXTRAL = {
+    "model_type": "mixtral",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+}
+RESNET50 = {
+    "model_type": "resnet",
+    "embedding_size": 8,
+    "hidden_sizes": [16, 32, 48, 64],
+    "depths": [3, 4, 6, 3],
+    "layer_type": "bottleneck",
+    "image_size": 32,
+}
+
+
+class _Live(TorchDispatchMode):
+    """Storages that operations make, for as long as anything holds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, weakref.ref] = {}
+        self.earlier: list[Any] = []
+
+    def forget(self) -> None:
+        """What was made until now belongs to others."""
+        self.earlier += [storage for each in self.made.values() if (storage := each()) is not None]
+        self.made.clear()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor):
+                self.made[id(leaf.untyped_storage())] = weakref.ref(leaf.untyped_storage())
+        return output
+
+    def bytes_without(self, known: set[int]) -> int:
+        """Of all storages that live, but for these."""
+        gc.collect()
+        live = {id(storage): storage for each in self.made.values() if (storage := each()) is not None}
+        return sum(storage.nbytes() for key, storage in live.items() if key not in known | set(map(id, self.earlier)))
+
+
+def _real_inputs(source: ModelSource, index: int) -> tuple[Tensor, ...]:
+    """Real tensors of the shapes that a layer takes."""
+    takes = source.borders(BATCH, TOKENS if source.input_kind == "tokens" else 0).takes[index]
+    return tuple(
+        torch.randn(each.shape, requires_grad=each.requires_grad)
+        if each.is_floating_point()
+        else torch.zeros(each.shape, dtype=each.dtype)
+        for each in takes
+    )
+
+
+def _kept_bytes(source: ModelSource, index: int, mode: RecomputeMode) -> int:
+    """What lives between forward and backward of one real layer: all storages but parameters, buffers and output."""
+    torch.manual_seed(0)
+    stage = source.cut().layer(source.build(), index, recompute=mode)
+    inputs = _real_inputs(source, index)
+    if hasattr(stage.__dict__.get("forward"), "prepare"):
+        stage.__dict__["forward"].prepare(*inputs)
+    live = _Live()
+    parts = list(source.cut().parts(stage, index).values())
+    parts[0].register_forward_pre_hook(lambda *_: live.forget())  # what runs ahead is shared by the layers of a stage
+    with live:
+        output = stage(*inputs)
+    outputs = output if isinstance(output, tuple) else (output,)
+    assert any(each.requires_grad for each in outputs), "nothing would be kept for a backward"
+    owned = (*stage.parameters(), *stage.buffers(), *outputs, *inputs)
+    return live.bytes_without({id(each.untyped_storage()) for each in owned})
+
+
+def _load(name: str, folder: Path) -> ModelSource:
+    configs = {**{family: {"model_type": family, **config} for family, config in TINY.items()}}
+    configs |= {"mixtral": MIXTRAL, "resnet-50": RESNET50}
+    if name == "unet":
+        return load_model("tests.profiler.graphs:unet")
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(configs[name]))
+    return load_model(str(path))
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "resnet-50", "unet", "mixtral"])
+def test_recomputed_layers_keep_what_is_counted(name: str, mode: RecomputeMode, tmp_path: Path):
+    """Every kind of layer that recomputes keeps, besides its input, the counted bytes on a real run."""
+    source = _load(name, tmp_path)
+    counter = Counter(source, "fp32")
+    size = (BATCH, TOKENS if source.input_kind == "tokens" else 0)
+    checked = 0
+    for kind, index in counter.representatives.items():
+        counted = counter.count(kind, *size)
+        if mode not in counted.modes:
+            continue
+        attentions = sum(kernel.kind == "attention" for kernel in counted.kernels) if mode == "selective" else 0
+        kept = counted.modes[mode].kept_bytes - counted.input_bytes - RANDOM_STATE_BYTES * attentions
+        assert kept == _kept_bytes(source, index, mode), (kind, mode)
+        checked += 1
+    assert checked
+
+
+def _saved_by_model(source: ModelSource, inputs: tuple[Tensor, ...]) -> int:
+    """What autograd keeps after one forward of the whole model and its loss: every storage once, parameters apart."""
+    model = source.build()
+    saved: list[weakref.ref] = []
+    owned = {id(value.untyped_storage()) for value in (*model.parameters(), *model.buffers())}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(weakref.ref(tensor.untyped_storage()))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model(*inputs)
+        logits = getattr(output, "logits", output)
+        targets = torch.zeros(logits.shape[:-1], dtype=torch.long)
+        loss = cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+    owned.add(id(targets.untyped_storage()))
+    storages = {id(storage): storage for each in saved if (storage := each()) is not None}
+    assert loss.requires_grad
+    return sum(storage.nbytes() for key, storage in storages.items() if key not in owned)
+
+
+@pytest.mark.parametrize("name", ["catalogue", "unet", "mixtral"])
+def test_layers_add_up_to_what_the_whole_model_keeps(name: str, tmp_path: Path):
+    """ResNet-50 as it is, long skips and experts: the sum over the layers is what one real forward keeps."""
+    source = load_model("resnet-50") if name == "catalogue" else _load(name, tmp_path)
+    counter = Counter(source, "fp32")
+    size = (BATCH, TOKENS if source.input_kind == "tokens" else 0)
+    counts = [counter.count(layer.kind, *size) for layer in source.cut().layers]
+    counted = sum(each.modes["none"].kept_bytes for each in counts)
+    counted -= RANDOM_STATE_BYTES * sum(kernel.kind == "attention" for each in counts for kernel in each.kernels)
+    tables = 2 * TOKENS * 8 * 4 if name == "mixtral" else 0  # sine and cosine, once for all layers
+    assert counted + tables == _saved_by_model(source, source.example_inputs(*size))
+
+
+class _Megatron(nn.Module):
+    """The transformer layer of Korthikanti et al. 2022, figure 2: attention written out, dropout in three places."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(batch, sequence, width) -> the same."""
+        batch, length, width = hidden.shape
+        projected = self.qkv(self.norm1(hidden)).view(batch, length, self.heads, -1)
+        query, key, value = projected.transpose(1, 2).chunk(3, -1)
+        scores = torch.softmax(query @ key.transpose(2, 3), dim=-1)
+        attention = _dropout(scores) @ value
+        hidden = hidden + _dropout(self.projection(attention.transpose(1, 2).reshape(batch, length, width)))
+        return hidden + _dropout(self.down(nn.functional.gelu(self.up(self.norm2(hidden)))))
+
+
+def _dropout(values: Tensor) -> Tensor:
+    """The kernel of an accelerator, which keeps a mask of one byte per element."""
+    dropped: Tensor = torch.native_dropout(values, 0.1, True)[0]
+    return dropped
+
+
+def korthikanti() -> nn.Sequential:
+    """A layer between two others, so that its input is kept and its output handed on."""
+    width, heads = 128, 4
+    return nn.Sequential(nn.Embedding(32, width), *(_Megatron(width, heads) for _ in range(2)), nn.Linear(width, 32))
+
+
+@pytest.mark.parametrize("tokens", [32, 128])
+def test_a_transformer_layer_keeps_what_korthikanti_derived(tokens: int):
+    """s b h (34 + 5 a s / h) bytes in 16 bits, their equation (1), within 2 %."""
+    source = load_model("tests.profiler.test_saved:korthikanti")
+    count = Counter(source, "bf16").count("_Megatron", 2, tokens)
+    formula = tokens * 2 * 128 * (34 + 5 * 4 * tokens / 128)
+    assert count.modes["none"].kept_bytes == pytest.approx(formula, rel=0.02)
