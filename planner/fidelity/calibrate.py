@@ -1,0 +1,275 @@
+"""Fit the constants of every framework and device architecture that a data set has enough runs of.
+
+Time and memory are fitted apart, since no constant serves both:
+
+    time      all constants of `planner.fidelity.fit.PRIORS`, per (framework, architecture) with `LEAST_ROWS` runs;
+              ("*", architecture) stands for every other framework: it is fitted to all runs of the architecture, in
+              which each framework weighs the same, with at most `MOST_ROWS` of its runs, evenly picked
+    memory    `allocated_factor`, and `reserved_bytes` where memory was read from the device, per framework on all
+              architectures: what an allocator loses is the framework's doing. A rank's bytes are linear in both,
+              fixed + allocated_factor * scaled (+ reserved_bytes), so every run is priced twice and not once per step
+
+Left out: times that their own rows call overhead, memory that was computed and not measured, and runs whose prediction
+fails (`planner.fidelity.outcomes` tells them).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+
+from planner.cost import TICK_SECONDS, StageMap, choose, evaluate, schedule_of
+from planner.cost.memory import RESERVED_BYTES
+from planner.errors import DocumentError, PlannerError, UnsupportedError
+from planner.fidelity.fit import Prior, fit
+from planner.fidelity.outcomes import Pair, outcome, pair_of
+from planner.fidelity.predict import costs_of, predict_run, stage_map
+from planner.fidelity.remarks import PLAIN, Remarks, RowKey
+from planner.fidelity.rows import Run
+from planner.schedule import Schedule
+from planner.spec.calibration import DEFAULT, Calibration, Constants
+from planner.spec.plan import Prediction, RankMemory
+
+ANY = "*"
+"""The framework of constants that stand for all others."""
+LEAST_ROWS = 8
+"""Of a fit of its own."""
+MOST_ROWS = 100
+"""Of one framework in the fit that stands for all others."""
+MEMORY_PRIORS = {"allocated_factor": Prior(1.0, 0.2), "reserved_bytes": Prior(float(RESERVED_BYTES), 0.7)}
+
+
+@dataclass(frozen=True, slots=True)
+class TimeFit:
+    """Runs that the time constants of one pair are fitted to."""
+
+    pair: Pair
+    runs: tuple[Run, ...]
+    weights: tuple[float, ...] | None = None
+
+    def solve(self) -> Constants:
+        """The constants under which these steps are predicted best."""
+        measured = [run.step_seconds or math.nan for run in self.runs]
+        return fit(StepSeconds(self.runs), measured, weights=self.weights)
+
+
+class StepSeconds:
+    """Predicted seconds of runs, again and again under other constants; what these do not change is kept."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self._runs = runs
+        self._kept: dict[int, tuple[Schedule, StageMap]] = {}
+
+    def __call__(self, constants: Constants) -> list[float]:
+        """Seconds of every run, in order."""
+        return [self._seconds(index, run, constants) for index, run in enumerate(self._runs)]
+
+    def _seconds(self, index: int, run: Run, constants: Constants) -> float:
+        if run.is_one_layer:
+            return predict_run(run, constants).step_seconds
+        costs = costs_of(run, constants)
+        if index not in self._kept:
+            self._kept[index] = schedule_of(costs), stage_map(run)
+        schedule, stages = self._kept[index]
+        return evaluate(costs, schedule, choose(costs, stages)).total_ticks * TICK_SECONDS
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTerms:
+    """A run's memory as a function of the constants: the largest of (fixed, scaled) rows, and what is reserved."""
+
+    ranks: tuple[tuple[float, float], ...]
+    counts_reserved: bool
+
+    def bytes(self, constants: Constants) -> float:
+        """Bytes of the fullest of the ranks that were measured."""
+        reserved = (constants.reserved_bytes or 0.0) if self.counts_reserved else 0.0
+        return reserved + max(fixed + constants.allocated_factor * scaled for fixed, scaled in self.ranks)
+
+
+def memory_terms(run: Run) -> MemoryTerms:
+    """The terms of a run, from its prediction under two factors."""
+    once, twice = (
+        _measured_ranks(run, predict_run(run, replace(DEFAULT, allocated_factor=factor, reserved_bytes=0)).prediction)
+        for factor in (1.0, 2.0)
+    )
+    ranks = tuple(
+        (2 * a.peak_bytes - b.peak_bytes, b.peak_bytes - a.peak_bytes) for a, b in zip(once, twice, strict=True)
+    )
+    return MemoryTerms(ranks, run.memory_kind == "device")
+
+
+def _measured_ranks(run: Run, prediction: Prediction) -> tuple[RankMemory, ...]:
+    ranks = prediction.memory
+    return {"first": ranks[:1], "last": ranks[-1:], "largest": ranks}[run.memory_rank]
+
+
+def fit_memory(terms: Sequence[MemoryTerms], measured: Sequence[float]) -> Constants:
+    """`allocated_factor`, and `reserved_bytes` when some memory was read from the device."""
+    reads_device = any(one.counts_reserved for one in terms)
+    priors = {name: prior for name, prior in MEMORY_PRIORS.items() if reads_device or name != "reserved_bytes"}
+    return fit(lambda constants: [one.bytes(constants) for one in terms], measured, priors=priors)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Runs that constants may be fitted to."""
+
+    times: tuple[Run, ...]
+    memories: tuple[tuple[Run, MemoryTerms], ...]
+    failures: tuple[tuple[Run, str], ...] = ()
+    """Runs that cannot be predicted, and why."""
+
+    def without(self, held_out: Set[Run]) -> Measured:
+        """Those that are not held out."""
+        times = tuple(run for run in self.times if run not in held_out)
+        return Measured(times, tuple(each for each in self.memories if each[0] not in held_out), self.failures)
+
+
+def measured(runs: Iterable[Run], remarks: Mapping[RowKey, Remarks]) -> Measured:
+    """What of these runs constants may be fitted to."""
+    times, memories, failures = [], [], []
+    for run in runs:
+        said = remarks.get((run.family, run.source_id), PLAIN)
+        tried = outcome(run, said)
+        if tried.predicted is None:
+            failures.append((run, tried.failure))
+            continue
+        if tried.time_error is not None:
+            times.append(run)
+        if run.memory_bytes is not None and not said.is_modelled:
+            memories.append((run, memory_terms(run)))
+    return Measured(tuple(times), tuple(memories), tuple(failures))
+
+
+def pairs_of(data: Measured) -> tuple[Pair, ...]:
+    """Every pair that occurs, and every architecture for all other frameworks."""
+    seen = {pair_of(run) for run in data.times} | {pair_of(run) for run, _ in data.memories}
+    return (*sorted((ANY, architecture) for architecture in {pair[1] for pair in seen}), *sorted(seen))
+
+
+def time_fits(data: Measured, pairs: Iterable[Pair]) -> tuple[TimeFit, ...]:
+    """The fits that these pairs need: their own, or that of their architecture where they have too few runs."""
+    by_pair: dict[Pair, list[Run]] = {}
+    for run in data.times:
+        by_pair.setdefault(pair_of(run), []).append(run)
+    enough = {pair for pair, runs in by_pair.items() if len(runs) >= LEAST_ROWS}
+    needed = dict.fromkeys(pair if pair in enough else (ANY, pair[1]) for pair in pairs)
+    fits = (TimeFit(pair, tuple(by_pair[pair])) if pair in enough else _shared_fit(pair[1], by_pair) for pair in needed)
+    return tuple(one for one in fits if len(one.runs) >= LEAST_ROWS)
+
+
+def _shared_fit(architecture: str, by_pair: Mapping[Pair, Sequence[Run]]) -> TimeFit:
+    """All frameworks of an architecture, each with the same weight."""
+    kept = [runs[:: -(-len(runs) // MOST_ROWS)] for pair, runs in by_pair.items() if pair[1] == architecture]
+    total = sum(map(len, kept))
+    weights = [total / (len(kept) * len(runs)) for runs in kept for _ in runs]
+    return TimeFit((ANY, architecture), tuple(run for runs in kept for run in runs), tuple(weights))
+
+
+def memory_fits(data: Measured) -> dict[str, tuple[Constants, int]]:
+    """By framework: its memory constants and the runs behind them; "*" for all others."""
+    by_framework: dict[str, list[tuple[Run, MemoryTerms]]] = {ANY: list(data.memories)}
+    for run, terms in data.memories:
+        by_framework.setdefault(run.framework.name, []).append((run, terms))
+    return {
+        name: (fit_memory([terms for _, terms in each], [run.memory_bytes or math.nan for run, _ in each]), len(each))
+        for name, each in by_framework.items()
+        if len(each) >= LEAST_ROWS
+    }
+
+
+def assemble(data: Measured, times: Mapping[Pair, tuple[Constants, int]], source: str) -> tuple[Calibration, ...]:
+    """Calibrations from fitted constants: of every pair that has time or memory constants of its own.
+
+    Args:
+        data: what was fitted to.
+        times: by pair: time constants and the number of runs behind them.
+        source: where the runs come from.
+    """
+    memories = memory_fits(data)
+    kept = [pair for pair in pairs_of(data) if pair[0] == ANY or pair in times or pair[0] in memories]
+    found = (_calibration(pair, times, memories, source) for pair in kept)
+    return tuple(one for one in found if one.rows)
+
+
+def _calibration(
+    pair: Pair,
+    times: Mapping[Pair, tuple[Constants, int]],
+    memories: Mapping[str, tuple[Constants, int]],
+    source: str,
+) -> Calibration:
+    framework, architecture = pair
+    in_time = pair if pair in times else (ANY, architecture)
+    in_memory = framework if framework in memories else ANY
+    constants, step_rows = times.get(in_time, (DEFAULT, 0))
+    memory, memory_rows = memories.get(in_memory, (DEFAULT, 0))
+    told = [f"{step_rows} step times{_of(in_time[0], framework)}"] if step_rows else []
+    told += [f"{memory_rows} memories{_of(in_memory, framework)}"] if memory_rows else []
+    return Calibration(
+        framework=framework,
+        architecture=architecture,
+        constants=replace(constants, allocated_factor=memory.allocated_factor, reserved_bytes=memory.reserved_bytes),
+        rows=step_rows + memory_rows,
+        source=f"{source}: {', '.join(told)}",
+    )
+
+
+def _of(fitted: str, framework: str) -> str:
+    return "" if fitted == framework else " of all frameworks"
+
+
+def calibrate(
+    data: Measured,
+    *,
+    source: str,
+    framework: str | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> tuple[Calibration, ...]:
+    """Constants of every framework and architecture that has enough runs.
+
+    Args:
+        data: what is fitted to.
+        source: where it comes from, as it will stand in the file.
+        framework: None: all; else the constants of this one only.
+        progress: told of every fit: done, total, what.
+
+    Raises:
+        UnsupportedError: scipy is not installed.
+        DocumentError: too few runs for any fit.
+    """
+    require_scipy()
+    wanted = [pair for pair in pairs_of(data) if framework in (None, pair[0])]
+    fits = time_fits(data, wanted)
+    solved: dict[Pair, tuple[Constants, int]] = {}
+    for done, one in enumerate(fits):
+        if progress:
+            progress(done, len(fits), f"{one.pair[0]} on {one.pair[1]}, {len(one.runs)} runs")
+        solved[one.pair] = one.solve(), len(one.runs)
+    found = assemble(data, solved, source)
+    found = tuple(one for one in found if framework in (None, one.framework))
+    if not found:
+        raise too_few(data, framework)
+    return found
+
+
+def too_few(data: Measured, framework: str | None) -> PlannerError:
+    """What to say when there is nothing to fit to."""
+    whose = f" of framework {framework!r}" if framework else ""
+    return DocumentError(
+        f"hold too few runs{whose} for a fit: {len(data.times)} step times and {len(data.memories)} memories in all.",
+        field="measurements",
+        mend=f"give at least {LEAST_ROWS} measured runs of one framework on one device architecture.",
+    )
+
+
+def require_scipy() -> None:
+    """Fits need scipy, which plans do not.
+
+    Raises:
+        UnsupportedError: it is not installed.
+    """
+    if find_spec("scipy") is None:
+        raise UnsupportedError("fits need scipy, which is not installed.", mend="pip install 'planner[calibrate]'.")

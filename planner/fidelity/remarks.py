@@ -1,0 +1,65 @@
+"""What the words of a row say about its figures: which of them tell nothing about time or about fitting.
+
+time is overhead      the notes say that the model is too small for its step time to mean anything ("TINY MODEL")
+memory is stated      the hardware names its memory; else, where a product is sold with several sizes, whether a run
+                      fits cannot be judged
+modelled              the memory was computed by the source, so nothing ran that could have run out
+activations           the part of the memory that activations take, where the source tells it apart
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from planner.spec.devices import catalogue
+
+RowKey = tuple[str, str]
+"""Family (the file's name) and source_id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remarks:
+    """What is said about the figures of one row."""
+
+    time_is_overhead: bool = False
+    memory_is_stated: bool = False
+    is_modelled: bool = False
+    activation_bytes: float | None = None
+
+
+PLAIN = Remarks()
+
+
+def read_remarks(path: Path) -> dict[RowKey, Remarks]:
+    """Remarks of every row of a CSV file, or of every CSV file of a folder; those that say nothing are left out."""
+    found = {}
+    for file in sorted(path.glob("*.csv")) if path.is_dir() else [path]:
+        with file.open(encoding="utf-8", newline="") as stream:
+            for row in csv.DictReader(stream):
+                remarks = remarks_of(row)
+                if remarks != PLAIN:
+                    found[file.stem, row.get("source_id") or ""] = remarks
+    return found
+
+
+def remarks_of(row: dict[str, str]) -> Remarks:
+    """Remarks of one row."""
+    kind, hardware = row.get("mem_kind") or "", row.get("hardware") or ""
+    told = re.search(r"activations (\d+(?:\.\d+)?) GiB", kind)
+    return Remarks(
+        time_is_overhead="tiny model" in (row.get("notes") or "").lower(),
+        memory_is_stated=re.search(r"\d\s*g(?:i?b)?\b", hardware, re.IGNORECASE) is not None,
+        is_modelled="modelled" in kind.lower(),
+        activation_bytes=float(told.group(1)) * 2**30 if told else None,
+    )
+
+
+@cache
+def has_one_memory_size(device: str) -> bool:
+    """Is this product sold with one memory size only, as far as the catalogue knows?"""
+    product = device.partition("-")[0]
+    return len({one.spec.memory_bytes for name, one in catalogue().items() if name.partition("-")[0] == product}) == 1
