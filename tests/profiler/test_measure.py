@@ -290,3 +290,11 @@ def test_the_journal_knows_models_of_equal_shapes_apart(
     assert other.digest == gpt2.digest
     profile(other, sequence_lengths=(8,), micro_batch_sizes=(1,), journal=journal)
     assert len(timed) == 6
+
+
+def test_skip_connections_are_measured() -> None:
+    """A U-Net's layers, of which some take two tensors, have measured rows, and its skip edges are kept."""
+    measured = profile(load_model("benchmarks.profiler:u_net"), sequence_lengths=(0,), micro_batch_sizes=(1,))
+    rows = [row for layer in measured.layers for row in layer.measurements]
+    assert {row.source for row in rows} == {"measured"}
+    assert len(measured.edges) == 3
