@@ -24,6 +24,7 @@ VERBS: dict[str, str] = {
     "links": "Measure latency and bandwidth between local ranks",
     "plan": "Find the fastest layout that fits, and prove it",
     "predict": "Time and memory of one given layout",
+    "calibrate": "Fit the cost model's constants to measured runs",
     "check": "Recompute a plan independently and validate it",
     "run": "Train a model by a plan, under torchrun",
     "timeline": "Draw predicted and measured steps, side by side",

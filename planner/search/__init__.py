@@ -1,6 +1,17 @@
 """Which layout wins, and the proof."""
 
+from planner.search.account import Account, RankAccount, StageAccount, account
 from planner.search.planning import make_request, plan, predict
 from planner.search.result import Callbacks, Progress
 
-__all__ = ["Callbacks", "Progress", "make_request", "plan", "predict"]
+__all__ = [
+    "Account",
+    "Callbacks",
+    "Progress",
+    "RankAccount",
+    "StageAccount",
+    "account",
+    "make_request",
+    "plan",
+    "predict",
+]

@@ -27,6 +27,7 @@ from planner.search.result import Callbacks, Found
 from planner.search.segments import allowed_modes
 from planner.search.solve import search
 from planner.search.space import Space, layouts
+from planner.spec.calibration import Constants
 from planner.spec.cluster import Cluster
 from planner.spec.document import digest
 from planner.spec.job import Job
@@ -146,18 +147,35 @@ def _infeasible(work: Workload, space: Space, found: Found) -> Infeasible:
 
 
 def predict(
-    profile: ModelProfile, cluster: Cluster, job: Job, layout: PredictionLayout, *, model: str | None = None
+    profile: ModelProfile,
+    cluster: Cluster,
+    job: Job,
+    layout: PredictionLayout,
+    *,
+    model: str | None = None,
+    framework: str = "planner",
+    constants: Constants | None = None,
 ) -> Forecast:
     """Time and memory of one given layout, whether it fits or not.
 
     Without `layers_per_stage`, the stage map is the fastest for this layout that fits, else the fastest at all. With
     it, and ``per-layer`` recomputation, the same holds for what recomputes.
 
+    Args:
+        profile: of the model.
+        cluster: what the job may use.
+        job: what is to be trained.
+        layout: what is to be priced.
+        model: catalogue name that the profile was derived from.
+        framework: whose traits the prediction is for, a name of `planner.spec.frameworks`.
+        constants: None: those that were fitted to this framework and device.
+
     Raises:
         LayoutError: the degrees, batch or layers per stage do not fit together.
+        UnknownNameError: no framework has this name.
         SpecError: the documents do not belong together.
     """
-    work = workload(profile, cluster, job)
+    work = workload(profile, cluster, job, framework=framework, constants=constants)
     plain = Layout.model_validate(
         layout.model_dump(exclude={"layers_per_stage"}) | {"schedule": canonical_name(layout.schedule)}
     )

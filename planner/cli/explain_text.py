@@ -1,0 +1,67 @@
+"""Where each millisecond and each GiB of a forecast goes, as text for people, with the equations behind every part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from planner.cli.console import bold, table
+from planner.cli.units import GIB
+from planner.search import Account
+from planner.search.account import EQUATIONS
+
+MOST_COLUMNS = 8
+"""Stages or ranks side by side; of more, those in between are left out."""
+KEY = "equations: T and C of layers, L of links, S of the step, M of memory, K of constants; they stand in planner/cost"
+
+
+def explanation_text(account: Account) -> str:
+    """Stages per micro-batch, ranks per step, memory, and the constants that are not the defaults."""
+    ranks = account.ranks
+    parts = [
+        f"{bold('framework')} {account.framework}, {account.micro_batches} micro-batches; "
+        f"rank {account.last_rank} ends last",
+        _table("each stage and micro-batch, ms", account.stages, "_seconds", 1e3, "stage"),
+        _table("each pipeline rank and step, ms", ranks, "_seconds", 1e3, "pipeline_rank"),
+        _table("each pipeline rank at its peak, GiB", ranks, "_bytes", 1 / GIB, "pipeline_rank"),
+        _constants(account),
+        KEY,
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _table(title: str, columns: Sequence[Any], ending: str, scale: float, number: str) -> str:
+    """One column per stage or rank, one row per part that is not zero everywhere."""
+    shown = _shown(columns)
+    rows = []
+    for name in (each.name for each in fields(columns[0]) if each.name.endswith(ending)):
+        if any(getattr(column, name) for column in columns):
+            values = (f"{getattr(column, name) * scale:.3f}" if column is not None else "..." for column in shown)
+            rows.append((_spoken(name, ending), EQUATIONS.get(name, ""), *values))
+    heads = (str(getattr(column, number)) if column is not None else "..." for column in shown)
+    return table((title, "equations", *heads), rows, left=(0, 1))
+
+
+def _shown(columns: Sequence[Any]) -> list[Any]:
+    """The first and last ones when there are many, with None for those in between."""
+    if len(columns) <= MOST_COLUMNS:
+        return list(columns)
+    half = MOST_COLUMNS // 2
+    return [*columns[:half], None, *columns[-half:]]
+
+
+def _spoken(name: str, ending: str) -> str:
+    return name.removesuffix(ending).replace("_", " ")
+
+
+def _constants(account: Account) -> str:
+    from planner.spec.calibration import DEFAULT, Constants
+
+    names = [each.name for each in fields(Constants)]
+    rows = [
+        (name, f"{value:.4g}")
+        for name in names
+        if (value := getattr(account.constants, name)) != getattr(DEFAULT, name)
+    ]
+    return table(("constant (K1-K3)", "value"), rows) if rows else "constants: the defaults (K1-K3)"

@@ -1,0 +1,252 @@
+"""Where each second and each byte of a forecast goes: per stage and micro-batch, per pipeline rank and step.
+
+The parts of a rank add up to its step, those of the rank that ends last to the forecast's step, and the parts of its
+memory to its peak. Every part names the equations that it comes from (`planner.cost`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.cost import (
+    TICK_SECONDS,
+    LayerCost,
+    LayoutCosts,
+    StageLayers,
+    choose,
+    durations,
+    evaluate,
+    layout_costs,
+    schedule_of,
+    tail_ticks,
+    workload,
+)
+from planner.cost.step import by_rank
+from planner.schedule import Durations, Schedule, in_flight_per_stage
+from planner.spec.calibration import Constants
+from planner.spec.cluster import Cluster
+from planner.spec.job import Job
+from planner.spec.plan import Forecast, RankMemory
+from planner.spec.profile import ModelProfile
+
+EQUATIONS = {
+    "forward_seconds": "T1 C2",
+    "backward_seconds": "T2 C3",
+    "recompute_seconds": "T2 C4",
+    "collectives_seconds": "T1 T2 L1-L5",
+    "gathers_seconds": "T6",
+    "exchange_seconds": "S1",
+    "transfer_seconds": "T5 L4",
+    "work_seconds": "S1",
+    "idle_seconds": "S2",
+    "reduction_seconds": "T4 L1-L3",
+    "shared_seconds": "S3",
+    "hidden_seconds": "S5",
+    "optimizer_seconds": "T3",
+    "step_seconds": "S4",
+    "parameters_bytes": "M1",
+    "gradients_bytes": "M1",
+    "optimizer_bytes": "M1",
+    "saved_bytes": "M2 M5",
+    "buffers_bytes": "M2",
+    "temporary_bytes": "M3 M5",
+    "gathered_bytes": "M3",
+    "reserved_bytes": "M4",
+    "peak_bytes": "M4",
+}
+"""Part -> equations of `planner.cost`: T and C of a layer, L of links, S of the step, M of memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageAccount:
+    """One stage and micro-batch: a forward and its backward."""
+
+    stage: int
+    pipeline_rank: int
+    layers: int
+    forward_seconds: float
+    backward_seconds: float
+    recompute_seconds: float
+    collectives_seconds: float
+    """Tensor-, context- and expert-parallel, forward, backward and recomputed."""
+    gathers_seconds: float
+    """ZeRO 3: what compute does not hide."""
+    exchange_seconds: float
+    """With the neighbouring stages: host time that nothing hides."""
+    transfer_seconds: float
+    """Of one tensor to the next stage, beside compute; zero for the last."""
+    in_flight: int
+    """Micro-batches held at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankAccount:
+    """One pipeline rank: its step, and its memory at the peak."""
+
+    pipeline_rank: int
+    work_seconds: float
+    """All micro-batches of its stages, transfers and waiting apart."""
+    idle_seconds: float
+    """Waiting for other ranks and for transfers: the bubble."""
+    reduction_seconds: float
+    """Of gradients over the data-parallel ranks, and gathers of updated parameters, before any of it is hidden."""
+    shared_seconds: float
+    """Exchange of the gradients of parameters that other stages hold too."""
+    hidden_seconds: float
+    """What runs beside compute, below zero."""
+    optimizer_seconds: float
+    step_seconds: float
+    """Sum of the above."""
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    saved_bytes: int
+    """Activations of the micro-batches in flight."""
+    buffers_bytes: int
+    """Outputs kept for the backward, and receive buffers."""
+    temporary_bytes: int
+    gathered_bytes: int
+    """ZeRO 3: whole parameters of the layers at work."""
+    reserved_bytes: int
+    peak_bytes: int
+    """Sum of the above."""
+    capacity_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Of one forecast."""
+
+    framework: str
+    constants: Constants
+    micro_batches: int
+    last_rank: int
+    """Pipeline rank that ends last: its step is the forecast's."""
+    stages: tuple[StageAccount, ...]
+    ranks: tuple[RankAccount, ...]
+
+
+def account(
+    profile: ModelProfile,
+    cluster: Cluster,
+    job: Job,
+    forecast: Forecast,
+    *,
+    framework: str = "planner",
+    constants: Constants | None = None,
+) -> Account:
+    """The parts of a forecast that `predict` gave for the same documents, framework and constants.
+
+    Raises:
+        SpecError: as `predict` does.
+    """
+    work = workload(profile, cluster, job, framework=framework, constants=constants)
+    costs = layout_costs(work, forecast.layout)
+    order = {layer.name: index for index, layer in enumerate(profile.layers)}
+    stage_map = [[(order[layer.name], layer.recompute) for layer in stage.layers] for stage in forecast.stages]
+    return _account(costs, choose(costs, stage_map), forecast)
+
+
+def _account(costs: LayoutCosts, stages: Sequence[StageLayers], forecast: Forecast) -> Account:
+    schedule, spent = schedule_of(costs), durations(costs, stages)
+    in_flight = in_flight_per_stage(schedule)
+    step = evaluate(costs, schedule, stages)
+    tails = tail_ticks(costs, by_rank(schedule, stages))
+    ends = [int(end) for end in step.simulation.end_seconds]
+    return Account(
+        framework=costs.work.framework.name,
+        constants=costs.work.constants,
+        micro_batches=costs.micro_batches,
+        last_rank=step.last_rank,
+        stages=tuple(
+            _stage(costs, stages[stage], spent, stage, rank, in_flight[stage])
+            for rank in range(schedule.ranks)
+            for stage in schedule.stages_of(rank)
+        ),
+        ranks=tuple(
+            _rank(costs, stages, schedule, spent, memory, ends[rank], tails[rank])
+            for rank, memory in enumerate(forecast.prediction.memory)
+        ),
+    )
+
+
+def _stage(
+    costs: LayoutCosts, layers: StageLayers, spent: Durations, stage: int, rank: int, in_flight: int
+) -> StageAccount:
+    mine = [cost for _, cost in layers]
+    is_last = stage == len(spent.forward) - 1
+    worked = sum(cost.forward_ticks + cost.backward_ticks for cost in mine)
+    return StageAccount(
+        stage=stage,
+        pipeline_rank=rank,
+        layers=len(mine),
+        forward_seconds=_sum(mine, "forward_compute_ticks"),
+        backward_seconds=_sum(mine, "backward_compute_ticks"),
+        recompute_seconds=_sum(mine, "recompute_ticks"),
+        collectives_seconds=_sum(mine, "communication_ticks"),
+        gathers_seconds=_sum(mine, "gather_ticks"),
+        exchange_seconds=(_worked(spent, stage) - worked) * TICK_SECONDS,
+        transfer_seconds=0.0 if is_last else spent.transfer_forward[stage] * TICK_SECONDS,
+        in_flight=in_flight,
+    )
+
+
+def _rank(
+    costs: LayoutCosts,
+    stages: Sequence[StageLayers],
+    schedule: Schedule,
+    spent: Durations,
+    memory: RankMemory,
+    end: int,
+    tail: tuple[int, int],
+) -> RankAccount:
+    rank = memory.pipeline_rank
+    held = schedule.stages_of(rank)
+    layers = [cost for stage in held for _, cost in stages[stage]]
+    work = costs.micro_batches * int(sum(_worked(spent, stage) for stage in held))
+    reduction = costs.reduction_latency_ticks + sum(cost.reduction_ticks for cost in layers)
+    shared = _shared_ticks(costs, by_rank(schedule, stages), rank)
+    in_flight = in_flight_per_stage(schedule)
+    saved = sum(in_flight[stage] * sum(cost.activation_bytes for _, cost in stages[stage]) for stage in held)
+    return RankAccount(
+        pipeline_rank=rank,
+        work_seconds=work * TICK_SECONDS,
+        idle_seconds=(end - work) * TICK_SECONDS,
+        reduction_seconds=reduction * TICK_SECONDS,
+        shared_seconds=shared * TICK_SECONDS,
+        hidden_seconds=(tail[0] - reduction - shared) * TICK_SECONDS,
+        optimizer_seconds=tail[1] * TICK_SECONDS,
+        step_seconds=(end + sum(tail)) * TICK_SECONDS,
+        parameters_bytes=memory.parameters_bytes,
+        gradients_bytes=memory.gradients_bytes,
+        optimizer_bytes=memory.optimizer_bytes,
+        saved_bytes=saved,
+        buffers_bytes=memory.activations_bytes - saved,
+        temporary_bytes=memory.temporary_bytes - costs.gathered_bytes,
+        gathered_bytes=costs.gathered_bytes,
+        reserved_bytes=memory.reserved_bytes,
+        peak_bytes=memory.peak_bytes,
+        capacity_bytes=memory.capacity_bytes,
+    )
+
+
+def _worked(spent: Durations, stage: int) -> float:
+    """Ticks of one micro-batch."""
+    again = spent.recompute[stage] if spent.recompute else 0
+    return spent.forward[stage] + spent.backward_input[stage] + spent.backward_weight[stage] + again
+
+
+def _shared_ticks(costs: LayoutCosts, ranks: Sequence[StageLayers], rank: int) -> int:
+    """Exchange of parameters that another rank holds too: equation (S3)."""
+    holders = [{layer for layer, _ in layers} for layers in ranks]
+    return sum(
+        shared.exchange_ticks
+        for shared in costs.shared
+        if holders[rank] & set(shared.layers) and sum(bool(held & set(shared.layers)) for held in holders) > 1
+    )
+
+
+def _sum(layers: Sequence[LayerCost], name: str) -> float:
+    ticks: int = sum(getattr(cost, name) for cost in layers)
+    return ticks * TICK_SECONDS
