@@ -96,7 +96,8 @@ class ModelSource:
             module: when given, checked to be such a module.
 
         Raises:
-            UnsupportedError: the model has no chain of layers that stages could be made of.
+            UnsupportedError: the model does not run on meta tensors; names the module.
+            UnknownNameError: a module of the user's cut that the model does not have.
             MismatchError: the module is another model.
         """
         if module is not None:
@@ -129,10 +130,6 @@ class ModelSource:
         """What one micro-batch carries across the borders of the layers, as meta tensors."""
         inputs = partial(self.example_inputs, device="meta")
         return self.cut().chain.borders(self.build_on_meta(), inputs, (micro_batch_size, sequence_length))
-
-    def layer_outputs(self, micro_batch_size: int, sequence_length: int) -> tuple[tuple[Tensor, ...], ...]:
-        """What every layer makes from one micro-batch for later ones, as meta tensors."""
-        return self.borders(micro_batch_size, sequence_length).makes
 
     def edges(self, sequence_length: int, dtype: torch.dtype = torch.float32) -> tuple[SkipEdge, ...]:
         """Tensors that layers take besides what the layer before made, with the bytes of one sample."""
