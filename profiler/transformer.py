@@ -121,6 +121,8 @@ class _Tally:
     saved_bytes: int = 0
     core_saved_bytes: int = 0
     """The part of attention that selective recomputation drops."""
+    plain_saved_bytes: int = 0
+    """What neither products nor attention make: selective recomputation by operators drops it."""
     core: tuple[int, int] = (0, 0)
     """The operations of attention proper, which selective recomputation runs again: [start, stop)."""
     temporary_bytes: int = 0
@@ -157,8 +159,10 @@ class _Tally:
         """Of the forward."""
         return sum(one.count * one.flops for one in self.operations)
 
-    def replayed(self, mode: RecomputeMode) -> tuple[Operation, ...]:
-        """What the backward runs again."""
+    def replayed(self, mode: RecomputeMode, *, operators: bool) -> tuple[Operation, ...]:
+        """What the backward runs again; `operators`: selectively, all but products and attention."""
+        if mode == "selective" and operators:
+            return tuple(one for one in self.operations if one.kind in ("memory", "softmax"))
         start, stop = {"none": (0, 0), "selective": self.core, "full": (0, len(self.operations))}[mode]
         return tuple(self.operations[start:stop])
 
@@ -229,8 +233,10 @@ class TransformerCounter:
         return -(-self.shape.vocabulary // (multiple * self.heads)) * multiple
 
     def _row(self, tally: _Tally, mode: RecomputeMode, output_bytes: int, parameters: int, experts: int) -> Measurement:
-        shard, flops, again = self.shard, tally.flops, tally.replayed(mode)
-        kept = tally.saved_bytes - (tally.core_saved_bytes if mode == "selective" else 0)
+        operators = self.framework.selective == "operators"
+        shard, flops, again = self.shard, tally.flops, tally.replayed(mode, operators=operators)
+        dropped = tally.plain_saved_bytes if operators else tally.core_saved_bytes
+        kept = tally.saved_bytes - (dropped if mode == "selective" else 0)
         held = tally.saved_bytes - kept
         if mode == "full":
             kept, held = self._checkpoint_bytes(), tally.saved_bytes
@@ -282,6 +288,7 @@ class TransformerCounter:
         """Reads and writes the hidden tensor, keeps its input and output; unfused ones keep fp32 copies besides."""
         elements = self.shard.split_tokens * self.shape.hidden
         tally.saved_bytes += 2 * self.size * elements
+        tally.plain_saved_bytes += self.size * elements
         if self.framework.fuses_norm:
             tally.memory(2 * self.size * elements)
         else:
@@ -289,12 +296,14 @@ class TransformerCounter:
             tally.memory(4 * 2 * elements, 2)
             tally.memory((4 + self.size) * elements)
             tally.saved_bytes += 4 * elements
+            tally.plain_saved_bytes += 4 * elements
 
     def _residual(self, tally: _Tally) -> None:
         """Bias, dropout and residual addition."""
         elements = self.shard.split_tokens * self.shape.hidden
         masks = int(self._drops)
         tally.saved_bytes += masks * elements
+        tally.plain_saved_bytes += masks * elements
         if self.framework.fuses_elementwise or not masks:
             tally.memory((3 * self.size + masks) * elements)
         else:
@@ -388,6 +397,7 @@ class TransformerCounter:
         core = (softmax + masks * (size + 1)) * scores
         tally.saved_bytes += core
         tally.core_saved_bytes += core
+        tally.plain_saved_bytes += core
 
     def _feed_forward(self, tally: _Tally) -> None:
         shape, shard = self.shape, self.shard
@@ -412,8 +422,13 @@ class TransformerCounter:
         else:
             tally.memory(moved if not shape.is_gated else 2 * size * tokens * inner, count)
             tally.memory(moved if shape.is_gated else 2 * size * tokens * inner, count)
-            tally.saved_bytes += round(count * size * tokens * inner) if shape.is_gated else 0
-        tally.saved_bytes += round(count * size * tokens * (width + inner))
+            activated = round(count * size * tokens * inner) if shape.is_gated else 0
+            tally.saved_bytes += activated
+            tally.plain_saved_bytes += activated
+        tally.saved_bytes += round(count * size * tokens * width)
+        result = round(count * size * tokens * inner)
+        tally.saved_bytes += result
+        tally.plain_saved_bytes += result
         tally.matmul(tokens, shape.hidden, inner, size=size, count=count)
 
     def _experts(self, tally: _Tally) -> None:

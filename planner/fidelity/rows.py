@@ -182,9 +182,13 @@ def run_of(row: Row, family: str) -> Run:
 
 def _with_kernels(framework: Framework, row: Row) -> Framework:
     """Kernels that a run names itself go before its framework's."""
-    fuses_norm = True if "RMS kernel" in row["attention"] else framework.fuses_norm
-    keeps = True if "no reshard" in row["zero_fsdp"] else framework.keeps_gathered
-    return replace(framework, fuses_norm=fuses_norm, keeps_gathered=keeps)
+    is_compiled = bool(re.search(r"\bcompile", row["notes"]))
+    return replace(
+        framework,
+        fuses_norm=framework.fuses_norm or is_compiled or "RMS kernel" in row["attention"],
+        fuses_elementwise=framework.fuses_elementwise or is_compiled,
+        keeps_gathered=framework.keeps_gathered or "no reshard" in row["zero_fsdp"],
+    )
 
 
 def _number(row: Row, name: str) -> float | None:

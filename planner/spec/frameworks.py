@@ -53,6 +53,9 @@ class Framework:
     """By default, in models with learned positions; those with rotary ones are trained without."""
     fp32_gradients: bool = False
     """Gradients of bf16 parameters are accumulated and reduced in fp32 (fp16 ones stay, for their loss is scaled)."""
+    selective: Literal["attention", "operators"] = "operators"
+    """What selective recomputation runs again: attention proper (Korthikanti et al. 2022), or every operation but
+    matrix products and attention (torch's selective activation checkpointing)."""
     loss_bytes: int = 8
     """Per logit, beside the fp32 copy that is kept: torch's cross entropy has two more in fp32 at its peak; that of
     Megatron-LM works in place, next to the half-precision logits."""
@@ -78,6 +81,7 @@ _ALL = (
         attention="fused-softmax",
         fuses_elementwise=True,
         has_dropout=True,
+        selective="attention",
         fp32_gradients=True,
         loss_bytes=2,
     ),
@@ -86,6 +90,7 @@ _ALL = (
         "NVIDIA/Megatron-LM with Megatron-Core and TransformerEngine: main_grad in fp32, overlapped",
         fuses_elementwise=True,
         has_dropout=True,
+        selective="attention",
         loss_bytes=2,
         fp32_gradients=True,
         overlaps_reduction=True,
@@ -97,6 +102,7 @@ _ALL = (
         attention="fused-softmax",
         fuses_elementwise=True,
         has_dropout=True,
+        selective="attention",
         fp32_gradients=True,
         loss_bytes=2,
     ),
@@ -110,8 +116,8 @@ _ALL = (
     Framework("nanotron", "huggingface/nanotron: fp32 accumulation, ZeRO-1", fuses_norm=True, fp32_gradients=True),
     Framework(
         "torchtitan",
-        "pytorch/torchtitan: FSDP2 with fp32 shards cast to bf16, torch.compile per block",
-        fuses_elementwise=True,
+        "pytorch/torchtitan: FSDP2 with fp32 shards cast to bf16; blocks compiled where a run says so",
+        fuses_norm=False,
         fp32_master=False,
         fp32_gradients=True,
         overlaps_reduction=True,
@@ -142,12 +148,19 @@ _ALL = (
         attention="fused-softmax",
         fuses_elementwise=True,
         has_dropout=True,
+        selective="attention",
         overlaps_reduction=True,
     ),
     Framework(
         "internevo", "InternLM/InternEvo: hybrid ZeRO, overlapped", overlaps_reduction=True, overlaps_gathers=True
     ),
-    Framework("galvatron", "PKU-DAIR/Hetu-Galvatron on Megatron-Core", fuses_elementwise=True, loss_bytes=2),
+    Framework(
+        "galvatron",
+        "PKU-DAIR/Hetu-Galvatron on Megatron-Core",
+        fuses_elementwise=True,
+        selective="attention",
+        loss_bytes=2,
+    ),
     Framework("paxml", "google/paxml: XLA", fuses_elementwise=True, overlaps_reduction=True, overlaps_gathers=True),
 )
 FRAMEWORKS: dict[str, Framework] = {framework.name: framework for framework in _ALL}
