@@ -1,0 +1,47 @@
+"""What the words of a row say about its figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from planner.fidelity.remarks import has_one_memory_size, read_remarks, remarks_of
+from tests.fidelity.support import row, write_rows
+
+
+def test_toy_models_say_so_themselves() -> None:
+    """The notes of a row call its time overhead, whatever file it stands in."""
+    assert remarks_of(row(notes="env=dev; TINY MODEL: step time is overhead")).time_is_overhead
+    assert not remarks_of(row(notes="a model")).time_is_overhead
+
+
+@pytest.mark.parametrize(
+    ("hardware", "is_stated"),
+    [("A100-80GB SXM", True), ("V100 32G", True), ("H100-80 GiB", True), ("A100 (8/node)", False), ("H100", False)],
+)
+def test_stated_memory(hardware: str, is_stated: bool) -> None:
+    """The hardware names its memory or not."""
+    assert remarks_of(row(hardware=hardware)).memory_is_stated is is_stated
+
+
+def test_products_with_one_memory_size() -> None:
+    """A100 come with 40 and 80 GB, H200 with 141 GB only."""
+    assert not has_one_memory_size("a100-sxm4-80gb")
+    assert has_one_memory_size("h200-sxm-141gb")
+
+
+def test_activations_told_apart() -> None:
+    """The activations of Korthikanti's figure 1, which its authors computed."""
+    kind = "MODELLED/figure: params+grads+optimizer 45.562 GiB + activations 59.250 GiB on first stage"
+    found = remarks_of(row(mem_kind=kind))
+    assert found.is_modelled
+    assert found.activation_bytes == pytest.approx(59.25 * 2**30)
+
+
+def test_rows_are_found_by_family_and_name(tmp_path: Path) -> None:
+    """Rows of equal name in two files keep their own remarks; those without any are left out."""
+    write_rows(tmp_path / "toys.csv", [row("a", hardware="A100", notes="tiny model")])
+    write_rows(tmp_path / "real.csv", [row("a", hardware="A100")])
+    assert list(read_remarks(tmp_path)) == [("toys", "a")]
+    assert list(read_remarks(tmp_path / "toys.csv")) == [("toys", "a")]
