@@ -1,0 +1,74 @@
+"""The account of a forecast: its parts add up to what was forecast."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.search import Account, RankAccount, account, predict
+from planner.search.account import EQUATIONS
+from planner.spec import Forecast
+from planner.spec.layout import PredictionLayout
+from tests.builders import cluster, four_equal_layers, job
+
+
+def explained(framework: str = "planner", **layout: object) -> tuple[Forecast, Account]:
+    """A forecast and its account."""
+    wanted = PredictionLayout.model_validate(layout)
+    documents = (four_equal_layers(), cluster(wanted.devices), job())
+    forecast = predict(*documents, wanted, framework=framework)
+    return forecast, account(*documents, forecast, framework=framework)
+
+
+def total(rank: RankAccount, ending: str, whole: str) -> float:
+    """Sum of a rank's parts of one unit."""
+    names = [each.name for each in fields(rank) if each.name.endswith(ending)]
+    return float(sum(getattr(rank, name) for name in names if name not in (whole, "capacity_bytes")))
+
+
+@settings(max_examples=30)
+@given(
+    stages=st.sampled_from([1, 2, 4]),
+    data=st.sampled_from([1, 2]),
+    schedule=st.sampled_from(["gpipe", "1f1b"]),
+    framework=st.sampled_from(["planner", "megatron-core", "megatron-lm"]),
+)
+def test_parts_add_up(stages: int, data: int, schedule: str, framework: str) -> None:
+    """Seconds of every rank add up to its step, the last rank's step is the forecast's, bytes add up to the peak."""
+    forecast, found = explained(
+        framework, pipeline_parallel_degree=stages, data_parallel_degree=data, schedule=schedule
+    )
+    for rank in found.ranks:
+        assert total(rank, "_seconds", "step_seconds") == pytest.approx(rank.step_seconds)
+        assert total(rank, "_bytes", "peak_bytes") == rank.peak_bytes
+        assert rank.idle_seconds >= -1e-12
+        assert rank.hidden_seconds <= 0
+    steps = [rank.step_seconds for rank in found.ranks]
+    assert max(steps) == steps[found.last_rank] == pytest.approx(forecast.prediction.step_seconds)
+
+
+def test_stages_make_the_ranks_work() -> None:
+    """All micro-batches of a rank's stages are its work."""
+    _, found = explained(pipeline_parallel_degree=2, schedule="1f1b")
+    for rank in found.ranks:
+        names = ("forward", "backward", "recompute", "collectives", "gathers", "exchange")
+        mine = [stage for stage in found.stages if stage.pipeline_rank == rank.pipeline_rank]
+        once = sum(getattr(stage, f"{name}_seconds") for stage in mine for name in names)
+        assert rank.work_seconds == pytest.approx(found.micro_batches * once)
+    assert [stage.in_flight for stage in found.stages] == [2, 1]
+    assert found.stages[-1].transfer_seconds == 0 < found.stages[0].transfer_seconds
+
+
+def test_every_part_names_its_equations() -> None:
+    """No part of a stage or rank is left without the equations that it comes from."""
+    _, found = explained(pipeline_parallel_degree=2, schedule="1f1b")
+    parts = {
+        each.name
+        for one in (found.stages[0], found.ranks[0])
+        for each in fields(one)
+        if each.name.endswith(("_seconds", "_bytes"))
+    }
+    assert parts - {"capacity_bytes"} == set(EQUATIONS)
