@@ -14,7 +14,7 @@ from planner.cli.main import VERBS, _load, build_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-MADE_BY_COMMANDS = {"profile.json", "plan.json", "measured.json", "links.json", "config.json"}
+MADE_BY_COMMANDS = {"profile.json", "plan.json", "measured.json", "links.json", "config.json", "calibration.json"}
 
 
 def commands(page: Path) -> list[list[str]]:
