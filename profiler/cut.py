@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from planner.errors import LayoutError, UnsupportedError
 from planner.spec.profile import RecomputeMode, SharedParameters, SkipEdge
+from planner.spec.recipes import factored_elements
 from profiler.recompute import recompute as recompute_module
 
 Recompute = Mapping[int, RecomputeMode]
@@ -341,16 +343,23 @@ def find_shared_parameters(model: nn.Module, layers: Iterable[CutLayer]) -> tupl
     """Parameters that modules of several layers hold, such as tied embeddings (Press and Wolf 2017)."""
     layer_of = {module: layer.name for layer in layers for module in layer.modules}
     names_by_parameter: dict[int, list[str]] = {}
-    elements: dict[int, int] = {}
+    shapes: dict[int, tuple[int, ...]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_by_parameter.setdefault(id(parameter), []).append(name)
-        elements[id(parameter)] = parameter.numel()
+        shapes[id(parameter)] = tuple(parameter.shape)
     shared = []
     for key, names in names_by_parameter.items():
         users = tuple(dict.fromkeys(_owner(name, layer_of) for name in names))
         if len(users) > 1:
-            shared.append(SharedParameters(names=tuple(names), layers=users, parameters=elements[key]))
+            shared.append(shared_parameters(names, users, shapes[key]))
     return tuple(shared)
+
+
+def shared_parameters(names: Iterable[str], users: Iterable[str], shape: tuple[int, ...]) -> SharedParameters:
+    """One parameter of this shape that several layers use."""
+    return SharedParameters(
+        names=tuple(names), layers=tuple(users), parameters=prod(shape), factored_elements=factored_elements(shape)
+    )
 
 
 def _owner(name: str, layer_of: dict[str, str]) -> str:

@@ -26,7 +26,17 @@ from torch.utils._pytree import tree_flatten
 
 from planner.errors import LayoutError, UnsupportedError
 from planner.spec.profile import SharedParameters, SkipEdge
-from profiler.cut import Borders, CutLayer, InputMaker, LayerCut, Size, Tensors, name_kinds, signature
+from profiler.cut import (
+    Borders,
+    CutLayer,
+    InputMaker,
+    LayerCut,
+    Size,
+    Tensors,
+    name_kinds,
+    shared_parameters,
+    signature,
+)
 from profiler.cut_layers import Flow, Run, find_atoms, find_runs, matching, named_atoms
 from profiler.cut_stage import GraphStage
 from profiler.cut_trace import Attribute, Shape, Step, Trace, UntraceableError, Value, trace
@@ -404,7 +414,7 @@ def _shared_parameters(model: nn.Module, chain: GraphChain, flow: Flow) -> tuple
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return tuple(
-        SharedParameters(names=tuple(known), layers=tuple(users[key]), parameters=model.get_parameter(known[0]).numel())
+        shared_parameters(known, users[key], tuple(model.get_parameter(known[0]).shape))
         for key, known in names.items()
         if len(users.get(key, ())) > 1
     )

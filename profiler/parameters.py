@@ -14,6 +14,7 @@ from math import prod
 
 from torch import nn
 
+from planner.spec.recipes import factored_elements
 from profiler.cut import LayerCut
 
 NEWTON_SCHULZ_STEPS = 5
@@ -60,13 +61,6 @@ def shapes_of(module: nn.Module, hidden: Collection[str]) -> ParameterShapes:
         muon_flops=sum(map(_muon_flops, matrices)),
         factored_elements=sum(map(factored_elements, parameters.values())),
     )
-
-
-def factored_elements(shape: tuple[int, ...]) -> int:
-    """Rows + columns, of each matrix in the last two dimensions; all elements of a vector."""
-    if len(shape) < 2:
-        return prod(shape)
-    return prod(shape[:-1]) + prod(shape[:-2]) * shape[-1]
 
 
 def _muon_flops(shape: tuple[int, ...]) -> int:

@@ -22,6 +22,7 @@ the terms one after the other, which is the cost model's business.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import get_args
 
 from planner.errors import MismatchError, UnknownNameError
@@ -107,6 +108,13 @@ def recipe(precision: Precision, optimizer: OptimizerName) -> OgpRecipe:
 def _check(name: str, known: tuple[str, ...], *, field: str) -> None:
     if name not in known:
         raise UnknownNameError(f"no {field} {name!r}.", field=field, mend=f"use one of {', '.join(known)}.")
+
+
+def factored_elements(shape: tuple[int, ...]) -> int:
+    """What Adafactor keeps: rows + columns of each matrix in the last two dimensions, all of a vector."""
+    if len(shape) < 2:
+        return prod(shape)
+    return prod(shape[:-1]) + prod(shape[:-2]) * shape[-1]
 
 
 def _known(elements: int | None, optimizer: OptimizerName) -> int:
