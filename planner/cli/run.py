@@ -61,7 +61,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train, and print what happened beside what was predicted."""
     plan = read(Plan, arguments.plan)
-    model = arguments.model or _model_of(plan)
+    model = arguments.model or model_of(plan)
     if len({row.node for row in plan.placement}) > 1:
         _print_commands(plan, model, arguments)
         return DONE
@@ -77,7 +77,12 @@ def run(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def _model_of(plan: Plan) -> str:
+def model_of(plan: Plan) -> str:
+    """Reference of the model that a plan was made for.
+
+    Raises:
+        DocumentError: the plan was made from a profile.
+    """
     if plan.request.model is None:
         raise DocumentError(
             "the plan was made from a profile, which does not tell how to build its model.",

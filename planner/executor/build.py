@@ -10,7 +10,7 @@ from torch import nn
 
 from planner.errors import LayoutError, MismatchError
 from planner.executor.gradients import SharedCopy
-from planner.executor.materialise import materialise
+from planner.executor.materialise import Materialise, materialise
 from planner.executor.mesh import Mesh
 from planner.executor.optimizer import COMPUTE_DTYPE, Optimizer
 from planner.executor.replicas import GradientReducer
@@ -100,9 +100,20 @@ def _check_modules(planned: list[PlannedLayer], cut: LayerCut) -> None:
 
 
 def build_rank(
-    plan: Plan, source: ModelSource, mesh: Mesh, *, device: torch.device, seed: int, learning_rate: float, loss: Loss
+    plan: Plan,
+    source: ModelSource,
+    mesh: Mesh,
+    *,
+    device: torch.device,
+    seed: int,
+    learning_rate: float,
+    loss: Loss,
+    fill: Materialise = materialise,
 ) -> RankPart:
     """Build this rank's part; a collective call of all ranks.
+
+    Args:
+        fill: gives the stage its values; a dry run leaves it without any.
 
     Raises:
         MismatchError: a plan of another model.
@@ -111,7 +122,7 @@ def build_rank(
     cut = source.cut()
     ranges = stage_ranges(plan, cut)
     mine = ranges[mesh.pipeline]
-    module = materialise(
+    module = fill(
         source,
         lambda model: cut.stage(model, mine.start, mine.stop, recompute=mine.recompute),
         device=device,

@@ -18,7 +18,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 from unittest import mock
 
 import torch
@@ -30,6 +30,18 @@ from profiler.models import ModelSource
 
 Prepare = Callable[[nn.Module], nn.Module]
 """Takes a whole model whose parameters may have no storage, returns the part of it that a rank holds."""
+
+
+class Materialise(Protocol):
+    """Builds what `prepare` leaves of a model."""
+
+    def __call__(self, source: ModelSource, prepare: Prepare, *, device: torch.device, seed: int) -> nn.Module:
+        """The part of the model on the device."""
+
+
+def without_values(source: ModelSource, prepare: Prepare, *, device: torch.device, seed: int) -> nn.Module:
+    """What `prepare` leaves of the model, with shapes but without storage: for dry runs, on the device ``meta``."""
+    return prepare(source.build_on_meta()).to(device)
 
 
 def materialise(source: ModelSource, prepare: Prepare, *, device: torch.device, seed: int) -> nn.Module:

@@ -70,10 +70,11 @@ def make_optimizer(
     groups = [{"params": kind} for kind in kinds if kind]
     if name in ("sgd", "momentum"):
         return torch.optim.SGD(groups, lr=learning_rate, momentum=MOMENTUM if name == "momentum" else 0.0)
+    fused = not any(parameter.is_meta for parameter in parameters)  # torch fuses only what has storage
     if name == "adam":
-        return torch.optim.Adam(groups, lr=learning_rate, fused=True)
+        return torch.optim.Adam(groups, lr=learning_rate, fused=fused)
     if name == "adamw":
-        return torch.optim.AdamW(groups, lr=learning_rate, fused=True)
+        return torch.optim.AdamW(groups, lr=learning_rate, fused=fused)
     if name == "adafactor":
         return torch.optim.Adafactor(groups, lr=learning_rate, foreach=False)
     raise UnsupportedError(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.cli.support import Command, tiny_profile
 
 
@@ -59,3 +61,48 @@ def test_not_a_plan(planner: Command, tmp_path: Path) -> None:
     ended = planner("check", path)
     assert ended.code == 2
     assert "global_batch_size: unknown field" in ended.err
+
+
+@pytest.fixture
+def gpt2_plan(planner: Command, tmp_path: Path) -> Path:
+    """A plan of the catalogue's GPT-2 for two stages of two replicas."""
+    cluster, job, path = (tmp_path / name for name in ("four.yaml", "job.yaml", "gpt2-plan.json"))
+    cluster.write_text("{node_groups: [{device: a100-sxm4-80gb, nodes: 1, devices_per_node: 4}]}")
+    job.write_text("{global_batch_size: 8, sequence_length: 128, precision: bf16-mixed, optimizer: adamw}")
+    words = ("--fix", "pipeline_parallel_degree=2", "--fix", "zero_stage=0", "--fix", "schedule=1f1b", "-o", path)
+    assert planner("plan", "--model", "gpt2", "--cluster", cluster, "--job", job, *words).code == 0
+    return path
+
+
+def test_a_dry_run_builds_every_rank(planner: Command, gpt2_plan: Path) -> None:
+    """Every rank holds what the plan predicts, told as text and as JSON."""
+    ended = planner("check", gpt2_plan, "--dry-run")
+    assert ended.code == 0, ended.out
+    assert "dry run of 4 rank(s): as predicted" in ended.out
+    report = planner("check", gpt2_plan, "--dry-run", "--json").json
+    assert report["dry_run"]["ok"] is True
+    assert sorted(rank for kind in report["dry_run"]["ranks"] for rank in kind["ranks"]) == [0, 1, 2, 3]
+    memory = json.loads(gpt2_plan.read_text())["prediction"]["memory"]
+    for kind in report["dry_run"]["ranks"]:
+        assert kind["gradients_bytes"] == kind["predicted"]["gradients_bytes"]
+        assert kind["predicted"]["gradients_bytes"] == memory[kind["pipeline"]]["gradients_bytes"]
+
+
+def test_a_dry_run_finds_what_does_not_hold(planner: Command, gpt2_plan: Path) -> None:
+    """Exit 1, with the rank and both figures."""
+    plan = json.loads(gpt2_plan.read_text())
+    promised = plan["prediction"]["memory"][1]["parameters_bytes"]
+    plan["prediction"]["memory"][1]["parameters_bytes"] = promised - 2
+    gpt2_plan.write_text(json.dumps(plan))
+    ended = planner("check", gpt2_plan, "--dry-run")
+    assert ended.code == 1
+    assert f"rank 2: parameters_bytes is {promised}, predicted {promised - 2} (+2)" in ended.out
+    assert planner("check", gpt2_plan, "--dry-run", "--json").json["dry_run"]["ok"] is False
+
+
+def test_a_dry_run_needs_the_model(planner: Command, plan_path: Path) -> None:
+    """A plan made from a profile does not tell it; without a dry run the option would be ignored, so it is refused."""
+    assert "--model" in planner("check", plan_path, "--dry-run").err
+    ended = planner("check", plan_path, "--model", "gpt2")
+    assert (ended.code, ended.out) == (2, "")
+    assert "--dry-run" in ended.err

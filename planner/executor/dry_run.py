@@ -1,0 +1,178 @@
+"""Build every rank of a plan without any of its devices, and hold what it would keep against the plan's prediction.
+
+A rank is built as a run builds it (`planner.executor.build`): cut, sharded, on the runtime with its lowered schedule,
+with gradients and one update of the optimizer; but on meta tensors, which have shapes and no storage, in a process
+group whose other ranks do not exist and whose collectives move nothing (torch's `FakeProcessGroup`). Replicas are
+equal, and torch gives the first rank of a sharded axis the largest part and the last rank the smallest. So of every
+pipeline rank the first and the last tensor-parallel rank of the first replica are built, and when these two hold the
+same, they stand for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from planner.errors import UnsupportedError
+from planner.executor.build import build_rank
+from planner.executor.executor import as_planned, check_model
+from planner.executor.loss import load_loss
+from planner.executor.materialise import without_values
+from planner.executor.mesh import build_mesh
+from planner.executor.report import rank_of
+from planner.executor.support import Grid, check_plan
+from planner.spec.measured import MeasuredRank
+from planner.spec.plan import Plan, RankMemory
+from profiler.models import ModelSource
+
+COUNTER_BYTES = 8
+"""Per parameter, what an optimizer may keep that `planner.spec.recipes` leaves out: the number of its step."""
+COMPARED = ("parameters_bytes", "gradients_bytes", "optimizer_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class DryRank:
+    """One kind of rank: what it would hold, and what the plan says that it holds."""
+
+    ranks: tuple[int, ...]
+    """Global ranks that hold the same; the first was built."""
+    built: MeasuredRank
+    predicted: RankMemory | None
+    """None: the plan has no row for this pipeline rank."""
+    tolerance_bytes: int
+    """Of the optimizer: the counters, which the prediction leaves out."""
+
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """In words, what is not as predicted; empty when everything is."""
+        if self.predicted is None:
+            return (f"rank {self.built.rank}: the plan predicts no memory of pipeline rank {self.built.pipeline}",)
+        found = []
+        for name in COMPARED:
+            built, predicted = getattr(self.built, name), getattr(self.predicted, name)
+            if abs(built - predicted) > (self.tolerance_bytes if name == "optimizer_bytes" else 0):
+                found.append(
+                    f"rank {self.built.rank}: {name} is {built}, predicted {predicted} ({built - predicted:+d})"
+                )
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """Every rank of a plan, built without devices."""
+
+    ranks: tuple[DryRank, ...]
+    """One per kind, in the order of their first ranks."""
+
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """Of all ranks; empty when the prediction holds."""
+        return tuple(difference for rank in self.ranks for difference in rank.differences)
+
+
+def dry_run(plan: Plan, source: ModelSource, *, progress: Callable[[int, int], None] | None = None) -> DryRun:
+    """Build every rank that differs from the others.
+
+    Args:
+        progress: called with the number of ranks built so far, and of all to build.
+
+    Raises:
+        MismatchError: a plan of another model.
+        LayoutError: the plan does not hold together, or the model does not divide by its degrees.
+        UnsupportedError: the executor cannot carry the plan out; or this process is a rank of a real process group.
+    """
+    grid = check_plan(plan)
+    source = as_planned(plan, source)
+    check_model(plan, source)
+    rows = {row.pipeline_rank: row for row in plan.prediction.memory}
+    kinds: list[DryRank] = []
+    for pipeline in range(grid.pipeline):
+        kinds += _kinds(plan, source, grid, pipeline, rows.get(pipeline))
+        if progress is not None:
+            progress(pipeline + 1, grid.pipeline)
+    return DryRun(tuple(kinds))
+
+
+def _kinds(
+    plan: Plan, source: ModelSource, grid: Grid, pipeline: int, predicted: RankMemory | None
+) -> Iterator[DryRank]:
+    """The kinds of ranks of one pipeline rank: one, where every dimension divides by the tensor-parallel degree."""
+    shards = [tuple(replica[shard] for replica in grid.ranks[pipeline]) for shard in range(grid.tensor)]
+    first = _build(plan, source, grid, shards[0][0])
+    last = _build(plan, source, grid, shards[-1][0]) if len(shards) > 1 else first
+    if first.holds_as_much_as(last):
+        yield DryRank(tuple(sorted(sum(shards, ()))), first.rank, predicted, first.tolerance_bytes)
+        return
+    for shard in shards:
+        built = _build(plan, source, grid, shard[0])
+        yield DryRank(shard, built.rank, predicted, built.tolerance_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Built:
+    rank: MeasuredRank
+    tolerance_bytes: int
+
+    def holds_as_much_as(self, other: _Built) -> bool:
+        return all(getattr(self.rank, name) == getattr(other.rank, name) for name in ("parameters", *COMPARED))
+
+
+def _build(plan: Plan, source: ModelSource, grid: Grid, rank: int) -> _Built:
+    """Build a rank, with its gradients and the state of one update."""
+    with _fake_group(rank, grid.size):
+        mesh = build_mesh(grid, "cpu")
+        part = build_rank(
+            plan,
+            source,
+            mesh,
+            device=torch.device("meta"),
+            seed=0,
+            learning_rate=1.0,
+            loss=load_loss(None, source.input_kind),
+            fill=without_values,
+        )
+        trained = [parameter for parameter in part.module.parameters() if parameter.requires_grad]
+        for parameter in trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        with _Scalars():  # type: ignore[no-untyped-call]
+            part.optimizer.step()
+        return _Built(rank_of(part.module, part.optimizer, mesh, peak_bytes=0), COUNTER_BYTES * len(trained))
+
+
+class _Scalars(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within, a tensor without storage has a value where an optimizer reads one (Adafactor: the parameter's norm)."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return 1.0
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _fake_group(rank: int, ranks: int) -> Iterator[None]:
+    """Within, this process is one of so many ranks, of which no other exists.
+
+    Raises:
+        UnsupportedError: this process is a rank of a real group.
+    """
+    if dist.is_initialized():
+        raise UnsupportedError(
+            "a dry run plays every rank itself, but this process is a rank of a process group.",
+            mend="make the dry run in a process of its own.",
+        )
+    # Importing it registers the backend "fake".
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    store = FakeStore()
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=store)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

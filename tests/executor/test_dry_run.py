@@ -1,0 +1,94 @@
+"""A dry run builds what a real run holds, for ranks and devices that do not exist."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from planner.errors import MismatchError, UnsupportedError
+from planner.executor import Executor
+from planner.executor.dry_run import COMPARED, dry_run
+from planner.spec import Plan
+from planner.spec.plan import RankMemory
+from profiler.models import ModelSource
+from tests.executor.plans import make_plan, source_of
+
+
+def _plan(source: ModelSource, *sizes: int, **options: Any) -> Plan:
+    return make_plan([layer.name for layer in source.cut().layers], sizes or None, **options)
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam", "adafactor", "muon"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
+def test_a_dry_rank_holds_what_a_real_one_holds(optimizer: str, precision: str, tmp_path: Path) -> None:
+    """Parameters, gradients and optimizer states of one rank, to the byte, counters included."""
+    source = source_of("gpt2", tmp_path)
+    plan = _plan(source, optimizer=optimizer, precision=precision, micro_batches=1)
+    (kind,) = dry_run(plan, source).ranks
+    executor = Executor(plan, source, device="cpu")
+    real = executor.train(1).ranks[0]
+    executor.close()
+    for name in ("parameters", *COMPARED):
+        assert getattr(kind.built, name) == getattr(real, name), name
+
+
+def test_ranks_add_up_to_the_model(tmp_path: Path) -> None:
+    """Stages hold every parameter once, tied ones once per stage; shards of a stage hold its split part."""
+    source = source_of("llama", tmp_path)
+    whole = sum(parameter.numel() for parameter in source.blueprint.parameters())
+    staged = dry_run(_plan(source, 2, 3, 1), source).ranks
+    assert sum(kind.built.parameters for kind in staged) == whole
+    split = dry_run(_plan(source, 3, 3, data=3, tensor=2), source).ranks
+    assert [kind.ranks for kind in split] == [tuple(range(6)), tuple(range(6, 12))]
+    assert whole / 2 < sum(kind.built.parameters for kind in split) < whole
+    tied = source_of("gpt2", tmp_path)
+    blueprint = tied.blueprint
+    embedding = 256 * 32
+    held = sum(kind.built.parameters for kind in dry_run(_plan(tied, 3, 3), tied).ranks)
+    assert held == sum(parameter.numel() for parameter in blueprint.parameters()) + embedding
+
+
+def _predicting(plan: Plan, rows: list[dict[str, int]]) -> Plan:
+    others = ("activations_bytes", "temporary_bytes", "reserved_bytes", "peak_bytes", "capacity_bytes")
+    memory = tuple(RankMemory(pipeline_rank=rank, **row, **dict.fromkeys(others, 0)) for rank, row in enumerate(rows))
+    return plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"memory": memory})})
+
+
+def test_what_is_not_as_predicted_is_named(tmp_path: Path) -> None:
+    """Rank and both figures; counters of an optimizer are no difference; a missing prediction is one."""
+    source = source_of("gpt2", tmp_path)
+    plan = _plan(source, 2, 4)
+    kinds = dry_run(plan, source).ranks
+    assert dry_run(plan, source).differences == tuple(
+        f"rank {rank}: the plan predicts no memory of pipeline rank {rank}" for rank in range(2)
+    )
+    bytes_of = [
+        {"parameters_bytes": 4 * n, "gradients_bytes": 4 * n, "optimizer_bytes": 8 * n}
+        for n in (kind.built.parameters for kind in kinds)
+    ]
+    assert kinds[0].built.optimizer_bytes > bytes_of[0]["optimizer_bytes"]
+    assert dry_run(_predicting(plan, bytes_of), source).differences == ()
+    bytes_of[1]["gradients_bytes"] -= 4
+    right = bytes_of[1]["parameters_bytes"]
+    (difference,) = dry_run(_predicting(plan, bytes_of), source).differences
+    assert difference == f"rank 1: gradients_bytes is {right}, predicted {right - 4} (+4)"
+
+
+def test_refusals(tmp_path: Path) -> None:
+    """Another model, a plan that cannot be run, and a process that is a rank already."""
+    source = source_of("gpt2", tmp_path)
+    plan = _plan(source)
+    with pytest.raises(MismatchError, match=r"position 1 the plan has transformer\.h\.0"):
+        dry_run(plan, source_of("llama", tmp_path))
+    layout = plan.layout.model_copy(update={"context_parallel_degree": 2})
+    with pytest.raises(UnsupportedError, match="context"):
+        dry_run(plan.model_copy(update={"layout": layout}), source)
+    executor = Executor(plan, source, device="cpu")
+    with pytest.raises(UnsupportedError, match="is a rank of a process group"):
+        dry_run(plan, source)
+    executor.close()
+    dry_run(plan, source)
+    assert not dist.is_initialized()
