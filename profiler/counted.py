@@ -80,6 +80,7 @@ def _rows(data: dict[str, Any], kind: str, dtype: str, sizes: list[tuple[int, in
 
 @cache
 def _stored(name: str) -> dict[str, Any]:
+    entry(name)  # tells the nearest names
     path = files("profiler.catalogue").joinpath("counted", f"{name}.json")
     try:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
