@@ -5,9 +5,11 @@ Time and memory are fitted apart, since no constant serves both:
     time      all constants of `planner.fidelity.fit.PRIORS`, per (framework, architecture) with `LEAST_ROWS` runs;
               ("*", architecture) stands for every other framework: it is fitted to all runs of the architecture, in
               which each framework weighs the same, with at most `MOST_ROWS` of its runs, evenly picked
-    memory    `allocated_factor`, and `reserved_bytes` where memory was read from the device, per framework on all
-              architectures: what an allocator loses is the framework's doing. A rank's bytes are linear in both,
-              fixed + allocated_factor * scaled (+ reserved_bytes), so every run is priced twice and not once per step
+    memory    `allocated_factor`, `workspace_bytes`, and `reserved_bytes` where memory was read from the device, per
+              framework on all architectures: what an allocator loses is the framework's doing. A rank's bytes are
+              linear in them, fixed + allocated_factor * scaled + workspace_bytes (+ reserved_bytes), so every run is
+              priced twice and not once per step. A framework that tells no bytes but ran out of memory now and then is
+              fitted to that (`planner.fidelity.decisions`)
 
 Left out: times that their own rows call overhead, memory that was computed and not measured, and runs whose prediction
 fails (`planner.fidelity.outcomes` tells them).
@@ -20,15 +22,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
-from planner.cost import TICK_SECONDS, StageMap, choose, evaluate, schedule_of
 from planner.cost.memory import RESERVED_BYTES
 from planner.errors import DocumentError, PlannerError, UnsupportedError
+from planner.fidelity.decisions import Decision, decision, fit_decisions
 from planner.fidelity.fit import Prior, fit
 from planner.fidelity.outcomes import Pair, outcome, pair_of
-from planner.fidelity.predict import costs_of, predict_run, stage_map
+from planner.fidelity.predict import predict_run, prepare
 from planner.fidelity.remarks import PLAIN, Remarks, RowKey
 from planner.fidelity.rows import Run
-from planner.schedule import Schedule
 from planner.spec.calibration import DEFAULT, Calibration, Constants
 from planner.spec.plan import Prediction, RankMemory
 
@@ -38,7 +39,13 @@ LEAST_ROWS = 8
 """Of a fit of its own."""
 MOST_ROWS = 100
 """Of one framework in the fit that stands for all others."""
-MEMORY_PRIORS = {"allocated_factor": Prior(1.0, 0.2), "reserved_bytes": Prior(float(RESERVED_BYTES), 0.7)}
+LEAST_OVERFLOWS = 5
+"""Runs out of memory, and as many that ran, for a fit to decisions."""
+MEMORY_PRIORS = {
+    "allocated_factor": Prior(1.0, 0.2),
+    "workspace_bytes": Prior(1e8, 0.7),
+    "reserved_bytes": Prior(float(RESERVED_BYTES), 0.7),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +63,14 @@ class TimeFit:
 
 
 class StepSeconds:
-    """Predicted seconds of runs, again and again under other constants; what these do not change is kept."""
+    """Predicted seconds of runs, again and again under other constants; what these do not change is read once."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
-        self._runs = runs
-        self._kept: dict[int, tuple[Schedule, StageMap]] = {}
+        self._prepared = [prepare(run) for run in runs]
 
     def __call__(self, constants: Constants) -> list[float]:
         """Seconds of every run, in order."""
-        return [self._seconds(index, run, constants) for index, run in enumerate(self._runs)]
-
-    def _seconds(self, index: int, run: Run, constants: Constants) -> float:
-        if run.is_one_layer:
-            return predict_run(run, constants).step_seconds
-        costs = costs_of(run, constants)
-        if index not in self._kept:
-            self._kept[index] = schedule_of(costs), stage_map(run)
-        schedule, stages = self._kept[index]
-        return evaluate(costs, schedule, choose(costs, stages)).total_ticks * TICK_SECONDS
+        return [run.seconds(constants) for run in self._prepared]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +83,8 @@ class MemoryTerms:
     def bytes(self, constants: Constants) -> float:
         """Bytes of the fullest of the ranks that were measured."""
         reserved = (constants.reserved_bytes or 0.0) if self.counts_reserved else 0.0
-        return reserved + max(fixed + constants.allocated_factor * scaled for fixed, scaled in self.ranks)
+        kept = reserved + constants.workspace_bytes
+        return kept + max(fixed + constants.allocated_factor * scaled for fixed, scaled in self.ranks)
 
 
 def memory_terms(run: Run) -> MemoryTerms:
@@ -107,7 +105,7 @@ def _measured_ranks(run: Run, prediction: Prediction) -> tuple[RankMemory, ...]:
 
 
 def fit_memory(terms: Sequence[MemoryTerms], measured: Sequence[float]) -> Constants:
-    """`allocated_factor`, and `reserved_bytes` when some memory was read from the device."""
+    """`allocated_factor`, `workspace_bytes`, and `reserved_bytes` when some memory was read from the device."""
     reads_device = any(one.counts_reserved for one in terms)
     priors = {name: prior for name, prior in MEMORY_PRIORS.items() if reads_device or name != "reserved_bytes"}
     return fit(lambda constants: [one.bytes(constants) for one in terms], measured, priors=priors)
@@ -121,16 +119,20 @@ class Measured:
     memories: tuple[tuple[Run, MemoryTerms], ...]
     failures: tuple[tuple[Run, str], ...] = ()
     """Runs that cannot be predicted, and why."""
+    decisions: tuple[tuple[Run, Decision], ...] = ()
+    """Runs that ran, or ran out of memory."""
 
     def without(self, held_out: Set[Run]) -> Measured:
         """Those that are not held out."""
         times = tuple(run for run in self.times if run not in held_out)
-        return Measured(times, tuple(each for each in self.memories if each[0] not in held_out), self.failures)
+        memories = tuple(each for each in self.memories if each[0] not in held_out)
+        decisions = tuple(each for each in self.decisions if each[0] not in held_out)
+        return Measured(times, memories, self.failures, decisions)
 
 
 def measured(runs: Iterable[Run], remarks: Mapping[RowKey, Remarks]) -> Measured:
     """What of these runs constants may be fitted to."""
-    times, memories, failures = [], [], []
+    times, memories, failures, decisions = [], [], [], []
     for run in runs:
         said = remarks.get((run.family, run.source_id), PLAIN)
         tried = outcome(run, said)
@@ -141,7 +143,9 @@ def measured(runs: Iterable[Run], remarks: Mapping[RowKey, Remarks]) -> Measured
             times.append(run)
         if run.memory_bytes is not None and not said.is_modelled:
             memories.append((run, memory_terms(run)))
-    return Measured(tuple(times), tuple(memories), tuple(failures))
+        if run.ran_out or run.step_seconds is not None:
+            decisions.append((run, decision(run)))
+    return Measured(tuple(times), tuple(memories), tuple(failures), tuple(decisions))
 
 
 def pairs_of(data: Measured) -> tuple[Pair, ...]:
@@ -174,10 +178,23 @@ def memory_fits(data: Measured) -> dict[str, tuple[Constants, int]]:
     by_framework: dict[str, list[tuple[Run, MemoryTerms]]] = {ANY: list(data.memories)}
     for run, terms in data.memories:
         by_framework.setdefault(run.framework.name, []).append((run, terms))
-    return {
+    return _decided(data) | {
         name: (fit_memory([terms for _, terms in each], [run.memory_bytes or math.nan for run, _ in each]), len(each))
         for name, each in by_framework.items()
         if len(each) >= LEAST_ROWS
+    }
+
+
+def _decided(data: Measured) -> dict[str, tuple[Constants, int]]:
+    """Frameworks that ran out of memory often enough to learn from it."""
+    by_framework: dict[str, list[Decision]] = {}
+    for run, each in data.decisions:
+        by_framework.setdefault(run.framework.name, []).append(each)
+    overflows = {name: sum(each.ran_out for each in known) for name, known in by_framework.items()}
+    return {
+        name: (fit_decisions(known), len(known))
+        for name, known in by_framework.items()
+        if min(overflows[name], len(known) - overflows[name]) >= LEAST_OVERFLOWS
     }
 
 
@@ -211,7 +228,12 @@ def _calibration(
     return Calibration(
         framework=framework,
         architecture=architecture,
-        constants=replace(constants, allocated_factor=memory.allocated_factor, reserved_bytes=memory.reserved_bytes),
+        constants=replace(
+            constants,
+            allocated_factor=memory.allocated_factor,
+            workspace_bytes=memory.workspace_bytes,
+            reserved_bytes=memory.reserved_bytes,
+        ),
         rows=step_rows + memory_rows,
         source=f"{source}: {', '.join(told)}",
     )
