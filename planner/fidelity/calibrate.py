@@ -43,7 +43,7 @@ LEAST_OVERFLOWS = 5
 """Runs out of memory, and as many that ran, for a fit to decisions."""
 MEMORY_PRIORS = {
     "allocated_factor": Prior(1.0, 0.2),
-    "workspace_bytes": Prior(1e8, 0.7),
+    "workspace_bytes": Prior(1e8, 0.5),
     "reserved_bytes": Prior(float(RESERVED_BYTES), 0.7),
 }
 

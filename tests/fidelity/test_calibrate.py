@@ -26,7 +26,7 @@ from tests.fidelity.support import run
 
 pytest.importorskip("scipy")
 
-PLANTED = replace(start(), matmul_fraction=0.62, memory_fraction=0.95, allocated_factor=1.25)
+PLANTED = replace(start(), matmul_fraction=0.62, memory_fraction=0.95, allocated_factor=1.25, workspace_bytes=1e8)
 
 
 def runs(system: str = "Megatron-LM", hardware: str = "A100-80GB") -> list[Run]:
@@ -50,21 +50,21 @@ def test_planted_constants_are_found() -> None:
     found = calibrate(measured(each, {}), source="planted")
     fitted = constants_for("megatron-lm", "Ampere", found)
     assert fitted.matmul_fraction == pytest.approx(0.62, rel=0.1)  # the prior is 0.78, and pulls
-    assert fitted.allocated_factor == pytest.approx(1.25, rel=0.01)
+    assert fitted.allocated_factor == pytest.approx(1.25, rel=0.03)
     for one, told in zip(each, StepSeconds(each)(fitted), strict=True):
         assert told == pytest.approx(one.step_seconds, rel=SIGMA)
-        assert predict_run(one, fitted).memory_bytes == pytest.approx(one.memory_bytes, rel=0.01)
+        assert predict_run(one, fitted).memory_bytes == pytest.approx(one.memory_bytes, rel=0.02)
 
 
 def test_what_is_reserved_is_found_where_the_device_was_read() -> None:
     """Memory read from the device, not from torch, tells what a process reserves besides."""
-    constants = replace(start(), allocated_factor=1.1, reserved_bytes=3e9)
+    constants = replace(start(), allocated_factor=1.1, workspace_bytes=1e8, reserved_bytes=3e9)
     each = [replace(one, step_seconds=None, memory_kind="device") for one in runs()]
     each = [replace(one, memory_bytes=predict_run(one, constants).memory_bytes) for one in each]
     (shared, own) = calibrate(measured(each, {}), source="planted")
     assert (shared.framework, own.framework) == ("*", "megatron-lm")
-    assert own.constants.reserved_bytes == pytest.approx(3e9, rel=0.02)
-    assert own.constants.allocated_factor == pytest.approx(1.1, rel=0.02)
+    assert own.constants.reserved_bytes == pytest.approx(3e9, rel=0.05)
+    assert own.constants.allocated_factor == pytest.approx(1.1, rel=0.05)
     assert own.constants.matmul_fraction == DEFAULT.matmul_fraction  # no time was measured
 
 
