@@ -56,11 +56,15 @@ class TimeFit:
 
 
 class StepSeconds:
-    """Predicted seconds of runs, again and again under other constants; what these do not change is kept."""
+    """Predicted seconds of runs, again and again under other constants; what these do not change is kept.
+
+    Many micro-batches through few stages repeat themselves: a step of M > 8 P micro-batches is told from those of 3 P
+    and 4 P by the period they differ by, since an order of constant durations is periodic once the pipeline is full.
+    """
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._runs = runs
-        self._kept: dict[int, tuple[Schedule, StageMap]] = {}
+        self._kept: dict[int, tuple[StageMap, tuple[Schedule, ...]]] = {}
 
     def __call__(self, constants: Constants) -> list[float]:
         """Seconds of every run, in order."""
@@ -70,10 +74,20 @@ class StepSeconds:
         if run.is_one_layer:
             return predict_run(run, constants).step_seconds
         costs = costs_of(run, constants)
+        counts = simulated_counts(run.layout.pipeline_parallel_degree, costs.micro_batches)
+        shorter = [replace(costs, micro_batches=count) for count in counts]
         if index not in self._kept:
-            self._kept[index] = schedule_of(costs), stage_map(run)
-        schedule, stages = self._kept[index]
-        return evaluate(costs, schedule, choose(costs, stages)).total_ticks * TICK_SECONDS
+            self._kept[index] = stage_map(run), tuple(map(schedule_of, shorter))
+        layers, schedules = self._kept[index]
+        stages = choose(costs, layers)
+        steps = [evaluate(each, order, stages).total_ticks for each, order in zip(shorter, schedules, strict=True)]
+        period = (steps[-1] - steps[0]) / (counts[-1] - counts[0]) if len(counts) > 1 else 0
+        return (steps[-1] + (costs.micro_batches - counts[-1]) * period) * TICK_SECONDS
+
+
+def simulated_counts(ranks: int, micro_batches: int) -> tuple[int, ...]:
+    """Micro-batches of the steps that are simulated, multiples of the ranks as interleaved schedules need them."""
+    return (3 * ranks, 4 * ranks) if micro_batches > 8 * ranks else (micro_batches,)
 
 
 @dataclass(frozen=True, slots=True)
