@@ -71,8 +71,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(arguments: argparse.Namespace) -> int:
     check_output(arguments.picture)
-    dataset = of_family(read_runs(arguments.data), arguments.family)
-    found = predicted(dataset, read_remarks(arguments.data), arguments)
+    whole = read_runs(arguments.data)
+    dataset = of_family(whole, arguments.family)
+    found = predicted(whole, dataset, read_remarks(arguments.data), arguments)
     if arguments.json:
         print(json.dumps(as_json(dataset, found), indent=2))
     else:
@@ -104,12 +105,14 @@ def of_family(dataset: Dataset, family: str | None) -> Dataset:
     )
 
 
-def predicted(dataset: Dataset, remarks: dict[RowKey, Remarks], arguments: argparse.Namespace) -> tuple[Outcome, ...]:
-    """Every run in scope, predicted; the way is told on stderr."""
+def predicted(
+    whole: Dataset, dataset: Dataset, remarks: dict[RowKey, Remarks], arguments: argparse.Namespace
+) -> tuple[Outcome, ...]:
+    """Every run of `dataset`, predicted; constants are fitted to the whole. The way is told on stderr."""
     if arguments.cross_validate:
         with Progress("fitting") as progress:
             told = progress.update if sys.stderr.isatty() else _line
-            return cross_validate(dataset.runs, remarks, workers=arguments.workers, progress=told)
+            return cross_validate(whole.runs, remarks, wanted=dataset.runs, workers=arguments.workers, progress=told)
     with Progress("predicting") as progress:
         done = iter(range(1, len(dataset.runs) + 1))
         return outcomes(dataset.runs, remarks, progress=lambda: progress.update(next(done), len(dataset.runs)))

@@ -22,14 +22,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
+from planner.cost import TICK_SECONDS, choose, evaluate, schedule_of
 from planner.cost.memory import RESERVED_BYTES
 from planner.errors import DocumentError, PlannerError, UnsupportedError
 from planner.fidelity.decisions import Decision, decision, fit_decisions
 from planner.fidelity.fit import Prior, fit
 from planner.fidelity.outcomes import Pair, outcome, pair_of
-from planner.fidelity.predict import predict_run, prepare
+from planner.fidelity.predict import Prepared, predict_run, prepare
 from planner.fidelity.remarks import PLAIN, Remarks, RowKey
 from planner.fidelity.rows import Run
+from planner.schedule import Schedule
 from planner.spec.calibration import DEFAULT, Calibration, Constants
 from planner.spec.plan import Prediction, RankMemory
 
@@ -63,14 +65,38 @@ class TimeFit:
 
 
 class StepSeconds:
-    """Predicted seconds of runs, again and again under other constants; what these do not change is read once."""
+    """Predicted seconds of runs, again and again under other constants; what these do not change is kept.
+
+    Many micro-batches through few stages repeat themselves: a step of M > 8 P micro-batches is told from those of 3 P
+    and 4 P by the period they differ by, since an order of constant durations is periodic once the pipeline is full.
+    """
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._prepared = [prepare(run) for run in runs]
+        self._kept: dict[int, tuple[Schedule, ...]] = {}
 
     def __call__(self, constants: Constants) -> list[float]:
         """Seconds of every run, in order."""
-        return [run.seconds(constants) for run in self._prepared]
+        return [self._seconds(index, run, constants) for index, run in enumerate(self._prepared)]
+
+    def _seconds(self, index: int, run: Prepared, constants: Constants) -> float:
+        costs = run.costs(constants)
+        counts = simulated_counts(run.run.layout.pipeline_parallel_degree, costs.micro_batches)
+        if run.run.is_one_layer or len(counts) == 1:
+            return run.seconds(costs)
+        shorter = [replace(costs, micro_batches=count) for count in counts]
+        if index not in self._kept:
+            self._kept[index] = tuple(map(schedule_of, shorter))
+        stages = choose(costs, run.stages)
+        orders = zip(shorter, self._kept[index], strict=True)
+        steps = [evaluate(each, order, stages).total_ticks for each, order in orders]
+        period = (steps[-1] - steps[0]) / (counts[-1] - counts[0])
+        return (steps[-1] + (costs.micro_batches - counts[-1]) * period) * TICK_SECONDS
+
+
+def simulated_counts(ranks: int, micro_batches: int) -> tuple[int, ...]:
+    """Micro-batches of the steps that are simulated, multiples of the ranks as interleaved schedules need them."""
+    return (3 * ranks, 4 * ranks) if micro_batches > 8 * ranks else (micro_batches,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,15 +34,17 @@ def cross_validate(
     runs: Sequence[Run],
     remarks: Mapping[RowKey, Remarks],
     *,
+    wanted: Sequence[Run] | None = None,
     workers: int = 2,
     folds: int = FOLDS,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> tuple[Outcome, ...]:
-    """One outcome per run, in order, each predicted with the constants of the other folds.
+    """One outcome per wanted run, in order, each predicted with the constants of the other folds.
 
     Args:
         runs: in scope.
         remarks: what is said about their figures.
+        wanted: those of the runs that are predicted; None: all. The others serve the fits only.
         workers: processes that fit; 1: this one.
         folds: number of folds.
         progress: told of every fit: done, total, what.
@@ -51,15 +53,16 @@ def cross_validate(
         UnsupportedError: scipy is not installed.
     """
     require_scipy()
+    wanted = runs if wanted is None else wanted
     data = measured(runs, remarks)
-    held = {fold: [run for run in runs if fold_of(run, folds) == fold] for fold in range(folds)}
-    rest = {fold: data.without(set(each)) for fold, each in held.items()}
+    held = {fold: [run for run in wanted if fold_of(run, folds) == fold] for fold in range(folds)}
+    rest = {fold: data.without({run for run in runs if fold_of(run, folds) == fold}) for fold in held}
     times = _fit_all(_tasks(held, rest), workers, progress)
     found: dict[RowKey, Outcome] = {}
     for fold, each in held.items():
-        constants_of = constants_from(assemble(rest[fold], times.get(fold, {}), SOURCE))
+        constants_of = constants_from(assemble(rest[fold], times.get(fold, {}), SOURCE) if each else ())
         found |= {(one.run.family, one.run.source_id): one for one in outcomes(each, remarks, constants_of)}
-    return tuple(found[run.family, run.source_id] for run in runs)
+    return tuple(found[run.family, run.source_id] for run in wanted)
 
 
 def _tasks(held: Mapping[int, Sequence[Run]], rest: Mapping[int, Measured]) -> list[tuple[int, TimeFit]]:

@@ -122,9 +122,12 @@ class Prepared:
     schedule: Schedule
     stages: StageMap
 
-    def seconds(self, constants: Constants) -> float:
-        """Step seconds under these constants; cheaper than a whole prediction."""
-        costs = layout_costs(with_constants(self.work, constants), self.run.layout)
+    def costs(self, constants: Constants) -> LayoutCosts:
+        """Every layer, priced under these constants."""
+        return layout_costs(with_constants(self.work, constants), self.run.layout)
+
+    def seconds(self, costs: LayoutCosts) -> float:
+        """Step seconds at these prices; cheaper than a whole prediction."""
         stages = choose(costs, self.stages)
         if self.run.is_one_layer:
             return predicted(self.run, costs, self.schedule, stages).step_seconds

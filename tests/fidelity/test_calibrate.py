@@ -16,6 +16,7 @@ from planner.fidelity.calibrate import (
     measured,
     memory_terms,
     pairs_of,
+    simulated_counts,
     time_fits,
 )
 from planner.fidelity.fit import SIGMA, start
@@ -141,3 +142,15 @@ def test_scipy_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match=r"pip install 'planner\[calibrate\]'"):
         calibrate(measured(runs(), {}), source="my.csv")
+
+
+@pytest.mark.parametrize("blocks", [(4, 4, 4, 4), (6, 3, 5, 2)])
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "ZB-1p", "interleaved"])
+def test_long_steps_follow_from_shorter_ones(schedule: str, blocks: tuple[int, ...]) -> None:
+    """A step of many micro-batches is told from two shorter ones, to half a percent whatever the stages."""
+    virtual = 2 if schedule == "interleaved" else 1
+    stages = tuple(count // virtual for count in blocks for _ in range(virtual))
+    one = run(layers=sum(stages), pp=4, vp=virtual, gbs=128, hidden=2048, schedule=schedule)
+    one = replace(one, blocks_per_stage=stages)
+    assert len(simulated_counts(4, 128)) == 2
+    assert StepSeconds([one])(PLANTED)[0] == pytest.approx(predict_run(one, PLANTED).step_seconds, rel=5e-3)

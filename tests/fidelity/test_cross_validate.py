@@ -71,3 +71,12 @@ def test_processes_and_one_process_agree() -> None:
     assert [one.predicted_seconds for one in together] == [one.predicted_seconds for one in alone]
     assert told == [(index + 1, len(told)) for index in range(len(told))]
     assert told
+
+
+def test_one_family_is_fitted_with_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for some runs only, the fits still see all other folds' runs, and the figures are those of the whole."""
+    monkeypatch.setattr(TimeFit, "solve", lambda self: replace(start(), matmul_fraction=0.01 * len(self.runs)))
+    runs = [*groups(), *(replace(one, family="other") for one in groups())]
+    whole = cross_validate(runs, {}, workers=1)
+    part = cross_validate(runs, {}, wanted=[one for one in runs if one.family == "other"], workers=1)
+    assert [one.predicted_seconds for one in part] == [one.predicted_seconds for one in whole[len(groups()) :]]
