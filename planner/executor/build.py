@@ -1,4 +1,4 @@
-"""Build this rank's part of the plan: its stage with initial values, sharded, on the runtime, with its optimizer."""
+"""Build this rank's part of the plan: its stages with initial values, sharded, on the runtime, with its optimizer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from planner.executor.gradients import SharedCopy
 from planner.executor.materialise import Materialise, materialise
 from planner.executor.mesh import Mesh
 from planner.executor.optimizer import COMPUTE_DTYPE, Optimizer
+from planner.executor.rank_module import merge, tie
 from planner.executor.replicas import GradientReducer
 from planner.executor.runtime import Loss, PipelineRuntime
 from planner.executor.scaling import LossScaler, scaler_for
-from planner.executor.sharding import shard_tensors
+from planner.executor.sharding import shard_tensors, tied_modules
 from planner.executor.stages import Boundaries, Boundary, TimedStage
 from planner.executor.streams import RandomStreams
+from planner.executor.support import schedule_of
 from planner.executor.timeline import Recorder
-from planner.schedule import build as build_schedule
 from planner.spec.plan import Plan, PlannedLayer
 from planner.spec.profile import RecomputeMode, SharedParameters
 from profiler import tensor_parallel
@@ -44,7 +45,7 @@ class RankPart:
     """All that one rank trains with."""
 
     module: nn.Module
-    """The stage, parameters under the names of the user's model."""
+    """All stages of the rank, parameters under the names of the user's model."""
     runtime: PipelineRuntime
     optimizer: Optimizer
     scaler: LossScaler | None
@@ -54,7 +55,11 @@ class RankPart:
     partial: tuple[nn.Parameter, ...]
     """Replicated parameters whose gradients are partial sums over the tensor-parallel group."""
     copies: tuple[SharedCopy, ...]
-    """Parameters that other stages hold too."""
+    """Parameters that other ranks' stages hold too."""
+    has_first_stage: bool
+    """Takes the inputs."""
+    has_last_stage: bool
+    """Computes the loss."""
 
 
 def stage_ranges(plan: Plan, cut: LayerCut) -> tuple[StageRange, ...]:
@@ -120,15 +125,15 @@ def build_rank(
         UnsupportedError: the model cannot be built or sharded as the plan wants.
     """
     cut = source.cut()
-    ranges = stage_ranges(plan, cut)
-    mine = ranges[mesh.pipeline]
-    module = fill(
-        source,
-        lambda model: cut.stage(model, mine.start, mine.stop, recompute=mine.recompute),
-        device=device,
-        seed=seed,
-    )
-    partial = shard_tensors(module, tensor_styles(module, source, mesh.grid.tensor), mesh)
+    mine = {
+        stage.index: layers
+        for stage, layers in zip(plan.stages, stage_ranges(plan, cut), strict=True)
+        if stage.pipeline_rank == mesh.pipeline
+    }
+    stages = {index: _fill_stage(source, layers, fill, device, seed) for index, layers in mine.items()}
+    tie(list(stages.values()), cut.shared_parameters)
+    partial = _shard(list(stages.values()), source, mesh)
+    module = merge(list(stages.values()))
     job = plan.request.job
     optimizer = Optimizer(
         module,
@@ -139,14 +144,77 @@ def build_rank(
     )
     scaler = scaler_for(job.precision)
     streams = RandomStreams(seed, device)
-    for index in range(mine.start, mine.stop):
-        streams.attach(cut.parts(module, index))
+    for index, layers in mine.items():
+        for layer in range(layers.start, layers.stop):
+            streams.attach(cut.parts(stages[index], layer))
     recorder = Recorder(device)
-    received, sent = boundaries(plan, source, mine)
-    stage = TimedStage(
+    reducer = None
+    if mesh.grid.data > 1:
+        reducer = GradientReducer({index: stage.parameters() for index, stage in stages.items()}, mesh.data_group)
+    runtime = PipelineRuntime(
+        [
+            _timed_stage(plan, source, mesh, index, layers, stages[index], recorder, streams, device)
+            for index, layers in mine.items()
+        ],
+        schedule_of(plan).to_text(),
+        micro_batches=plan.micro_batches,
+        replicas=mesh.grid.data,
+        loss=loss,
+        recorder=recorder,
+        reducer=reducer,
+        scaler=scaler,
+    )
+    return RankPart(
+        module=module,
+        runtime=runtime,
+        optimizer=optimizer,
+        scaler=scaler,
+        streams=streams,
+        recorder=recorder,
+        partial=partial,
+        copies=_shared_copies(module, cut.shared_parameters, plan, mesh),
+        has_first_stage=0 in mine,
+        has_last_stage=len(plan.stages) - 1 in mine,
+    )
+
+
+def _fill_stage(
+    source: ModelSource, layers: StageRange, fill: Materialise, device: torch.device, seed: int
+) -> nn.Module:
+    """A stage with its values, cut out of a model of its own."""
+    return fill(
+        source,
+        lambda model: source.cut().stage(model, layers.start, layers.stop, recompute=layers.recompute),
+        device=device,
+        seed=seed,
+    )
+
+
+def _shard(stages: list[nn.Module], source: ModelSource, mesh: Mesh) -> tuple[nn.Parameter, ...]:
+    """Shard the stages over the tensor-parallel group; returns parameters whose gradients are partial sums."""
+    whole = tied_modules(stages)
+    partial = (
+        shard_tensors(stage, tensor_styles(stage, source, mesh.grid.tensor), mesh, whole=whole) for stage in stages
+    )
+    return tuple(parameter for found in partial for parameter in found)
+
+
+def _timed_stage(
+    plan: Plan,
+    source: ModelSource,
+    mesh: Mesh,
+    index: int,
+    layers: StageRange,
+    module: nn.Module,
+    recorder: Recorder,
+    streams: RandomStreams,
+    device: torch.device,
+) -> TimedStage:
+    received, sent = boundaries(plan, source, layers)
+    return TimedStage(
         module,
-        mesh.pipeline,
-        mesh.grid.pipeline,
+        index,
+        len(plan.stages),
         device=device,
         group=mesh.pipeline_group,
         received=received,
@@ -155,18 +223,6 @@ def build_rank(
         streams=streams,
         first_micro_batch=mesh.data * plan.micro_batches,
     )
-    runtime = PipelineRuntime(
-        [stage],
-        actions_of(plan),
-        micro_batches=plan.micro_batches,
-        replicas=mesh.grid.data,
-        loss=loss,
-        recorder=recorder,
-        reducer=GradientReducer(module.parameters(), mesh.data_group) if mesh.grid.data > 1 else None,
-        scaler=scaler,
-    )
-    copies = _shared_copies(module, cut.shared_parameters, plan, mesh)
-    return RankPart(module, runtime, optimizer, scaler, streams, recorder, partial, copies)
 
 
 def tensor_styles(module: nn.Module, source: ModelSource, degree: int) -> dict[str, str]:
@@ -196,38 +252,30 @@ def boundaries(plan: Plan, source: ModelSource, mine: StageRange) -> tuple[Bound
     return received, sent
 
 
-def actions_of(plan: Plan) -> tuple[tuple[str, ...], ...]:
-    """The plan's actions per pipeline rank; built from the schedule's name where the plan does not list them."""
-    if plan.actions:
-        return plan.actions
-    ranks = plan.layout.pipeline_parallel_degree
-    return build_schedule(plan.layout.schedule, ranks=ranks, micro_batches=plan.micro_batches).to_text()
-
-
 def _shared_copies(
     module: nn.Module, shared: tuple[SharedParameters, ...], plan: Plan, mesh: Mesh
 ) -> tuple[SharedCopy, ...]:
-    """This rank's copies of parameters that several stages hold. Every rank makes every group, as torch asks."""
-    stage_of = {layer.name: stage.index for stage in plan.stages for layer in stage.layers}
+    """This rank's copies of parameters that other ranks hold too. Every rank makes every group, as torch asks."""
+    rank_of = {layer.name: stage.pipeline_rank for stage in plan.stages for layer in stage.layers}
     held = dict(module.named_parameters(remove_duplicate=False))
     copies = []
     for parameters in shared:
-        stages = sorted({stage_of[layer] for layer in parameters.layers})
-        if len(stages) == 1:
+        ranks = sorted({rank_of[layer] for layer in parameters.layers})
+        if len(ranks) == 1:
             continue
-        group = _group_across(stages, mesh)
+        group = _group_across(ranks, mesh)
         names = [name for name in parameters.names if name in held]
         if group is not None and names:
-            copies.append(SharedCopy(held[names[0]], group, is_owner=mesh.pipeline == stages[0]))
+            copies.append(SharedCopy(held[names[0]], group, is_owner=mesh.pipeline == ranks[0]))
     return tuple(copies)
 
 
-def _group_across(stages: list[int], mesh: Mesh) -> dist.ProcessGroup | None:
-    """The group of this rank's replica and shard over the given stages; None on ranks of other stages."""
+def _group_across(ranks: list[int], mesh: Mesh) -> dist.ProcessGroup | None:
+    """The group of this rank's replica and shard over the given pipeline ranks; None on other ranks."""
     mine = None
     for data in range(mesh.grid.data):
         for tensor in range(mesh.grid.tensor):
-            group = dist.new_group([mesh.grid.ranks[stage][data][tensor] for stage in stages])
-            if (data, tensor) == (mesh.data, mesh.tensor) and mesh.pipeline in stages:
+            group = dist.new_group([mesh.grid.ranks[rank][data][tensor] for rank in ranks])
+            if (data, tensor) == (mesh.data, mesh.tensor) and mesh.pipeline in ranks:
                 mine = group
     return mine

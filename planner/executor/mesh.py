@@ -42,16 +42,6 @@ class Mesh:
         """One-dimensional mesh for DTensor."""
         return self.device_mesh["tp"]
 
-    @property
-    def is_first_stage(self) -> bool:
-        """Takes the inputs."""
-        return self.pipeline == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Computes the loss."""
-        return self.pipeline == self.grid.pipeline - 1
-
 
 def build_mesh(grid: Grid, device_type: str) -> Mesh:
     """Build all process groups of the grid; a collective call of all ranks of the default group."""

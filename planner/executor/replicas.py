@@ -1,10 +1,12 @@
 """Data parallelism: the sum of the gradients over the replicas, hidden behind a step's last backward.
 
 The method is DistributedDataParallel's (Li et al. 2020, "PyTorch Distributed", section 3.2): gradients live in buckets,
-and a bucket is reduced as soon as the last backward has filled it. DDP itself does not fit a pipeline's stage: it takes
-no DTensors, so no tensor parallelism beside it; its hooks do not see a backward that is split into input and weight
-gradients; and without synchronising the first micro-batches it holds every gradient twice, beside its bucket, until it
-has bound and re-built its buckets in the first two steps. Here gradients are views of their buckets from the start.
+and a bucket is reduced as soon as the last backward has filled it; where W fills it, which sets gradients by hand, as
+soon as the last W has ended. DDP itself does not fit a pipeline's stage: it takes no DTensors, so no tensor parallelism
+beside it; its hooks do not see a backward that is split into input and weight gradients, which it would leave unreduced
+without a word; and without synchronising the first micro-batches it holds every gradient twice, beside its bucket,
+until it has bound and re-built its buckets in the first two steps. Here gradients are views of their buckets from the
+start.
 
 The mean is taken in the loss: dividing a sum afterwards would read and write all gradients once more, and in fp16 the
 sum could overflow where the mean does not.
@@ -12,7 +14,7 @@ sum could overflow where the mean does not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -34,7 +36,10 @@ class Bucket:
     flat: torch.Tensor
     """All of them, one after the other."""
     parameters: int
+    stage: int | None
+    """Whose backward fills it; None: several stages'."""
     unfilled: int = field(init=False)
+    armed: bool = False
     work: dist.Work | None = None
 
     def __post_init__(self) -> None:
@@ -42,39 +47,50 @@ class Bucket:
 
 
 class GradientReducer:
-    """Owns the gradients of a stage's parameters.
+    """Owns the gradients of a rank's parameters.
+
+    A parameter of several stages of the rank (a tied embedding) is reduced once, when all of them have ended.
 
     Args:
-        parameters: of one stage, in their final type, without gradients.
+        stages: parameters by stage, in their final type, without gradients.
         group: the replicas.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    def __init__(self, stages: Mapping[int, Iterable[nn.Parameter]], group: dist.ProcessGroup) -> None:
         self._group = group
-        self._armed = False
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
         # The backward fills the gradients of the last layers first.
-        self._buckets = [self._bind(run) for run in _runs(trained[::-1])]
+        self._buckets = [
+            self._bind(stage, run)
+            for stage, parameters in _by_holder(stages).items()
+            for run in _runs(parameters[::-1])
+        ]
 
-    def arm(self) -> None:
-        """The next backward is the step's last one: reduce what it fills."""
-        self._armed = True
+    def arm(self, stage: int) -> None:
+        """The next backward is this stage's last one in the step: reduce what it fills."""
+        for bucket in self._of(stage):
+            bucket.armed = True
+
+    def launch(self, stage: int) -> None:
+        """This stage's gradients are whole: start to reduce those that are not under way."""
+        for bucket in self._of(stage):
+            self._launch(bucket)
 
     def finish(self) -> None:
         """Wait until every gradient is the sum over the replicas."""
         for bucket in self._buckets:
-            if bucket.work is None:
-                self._launch(bucket)
+            self._launch(bucket)
         for bucket in self._buckets:
             assert bucket.work is not None
             bucket.work.wait()
-            bucket.work, bucket.unfilled = None, bucket.parameters
-        self._armed = False
+            bucket.work, bucket.unfilled, bucket.armed = None, bucket.parameters, False
 
-    def _bind(self, parameters: list[nn.Parameter]) -> Bucket:
+    def _of(self, stage: int) -> list[Bucket]:
+        return [bucket for bucket in self._buckets if bucket.stage == stage]
+
+    def _bind(self, stage: int | None, parameters: list[nn.Parameter]) -> Bucket:
         """Make every parameter's gradient a view of one new tensor."""
         shards = [local(parameter.detach()) for parameter in parameters]
-        bucket = Bucket(shards[0].new_zeros(sum(shard.numel() for shard in shards)), len(parameters))
+        bucket = Bucket(shards[0].new_zeros(sum(shard.numel() for shard in shards)), len(parameters), stage)
         parts = bucket.flat.split([shard.numel() for shard in shards])  # type: ignore[no-untyped-call]
         for parameter, shard, part in zip(parameters, shards, parts, strict=True):
             parameter.grad = _like(parameter, part.view(shard.shape))
@@ -83,14 +99,28 @@ class GradientReducer:
         return bucket
 
     def _filled(self, bucket: Bucket, parameter: torch.Tensor) -> None:
-        if not self._armed:
+        if not bucket.armed:
             return
         bucket.unfilled -= 1
         if bucket.unfilled == 0:
             self._launch(bucket)
 
     def _launch(self, bucket: Bucket) -> None:
-        bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+        if bucket.work is None:
+            bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+
+
+def _by_holder(stages: Mapping[int, Iterable[nn.Parameter]]) -> dict[int | None, list[nn.Parameter]]:
+    """Trained parameters by the stage that holds them; None: several do."""
+    holders: dict[nn.Parameter, int | None] = {}
+    for stage, parameters in stages.items():
+        for parameter in dict.fromkeys(parameters):
+            if parameter.requires_grad:
+                holders[parameter] = None if parameter in holders else stage
+    found: dict[int | None, list[nn.Parameter]] = {}
+    for parameter, holder in holders.items():
+        found.setdefault(holder, []).append(parameter)
+    return found
 
 
 def _runs(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

@@ -1,11 +1,14 @@
 """One pipeline runtime for every schedule: it runs the plan's action lists as they stand.
 
 torch's `_PipelineScheduleRuntime` lowers the lists of compute actions to sends and receives that cannot dead-lock, and
-checks them. Only its inner loop is replaced, for three reasons:
+checks them. A rank may hold several stages, placed in any way: neighbours on one rank hand tensors on without sending
+them. Backwards may be split into I and W. Only torch's inner loop is replaced, for four reasons:
 
 * losses are kept by micro-batch, so that any legal order of forwards is right (torch indexes a list by micro-batch);
 * a finished send is let go at once (torch holds every sent tensor until the step ends: M boundary tensors);
-* waiting for a neighbour is told apart from computing, so that a timeline shows the true bubbles.
+* waiting for a neighbour is told apart from computing, so that a timeline shows the true bubbles;
+* gradients of replicas are reduced by our own buckets, which know I and W (DistributedDataParallel does not: its hooks
+  never see a split backward, and it would leave every gradient unreduced without a word).
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ class PipelineRuntime(_PipelineScheduleRuntime):
 
     Args:
         stages: this rank's stages.
-        actions: compute actions of every pipeline rank, e.g. ``2F0``; the same on all ranks.
+        actions: compute actions of every pipeline rank, e.g. ``2F0``; the same on all ranks. Whoever has a stage's
+            actions must have the stage.
         micro_batches: micro-batches per step.
         replicas: data-parallel ranks, each with as many micro-batches of its own.
         loss: mean loss of one micro-batch; called on the last stage.
@@ -89,7 +93,9 @@ class PipelineRuntime(_PipelineScheduleRuntime):
             _ComputationType.FORWARD: self._forward,
             _ComputationType.SEND_B: self._send_backward,
             _ComputationType.RECV_B: self._receive_backward,
-            _ComputationType.FULL_BACKWARD: self._backward,
+            _ComputationType.FULL_BACKWARD: self._full_backward,
+            _ComputationType.BACKWARD_INPUT: self._backward_input,
+            _ComputationType.BACKWARD_WEIGHT: self._backward_weight,
             _ComputationType.REDUCE_GRAD: self._reduce,
             # Parameters are never sharded over data-parallel ranks here.
             _ComputationType.UNSHARD: _nothing,
@@ -128,8 +134,7 @@ class PipelineRuntime(_PipelineScheduleRuntime):
         for action in self.pipeline_order_with_comms[self.rank]:
             stage = self._by_index[action.stage_index]
             self._performers[action.computation_type](stage, action.microbatch_index or 0)
-        for unit in list(self._sends):
-            _wait_batch_p2p(self._sends.pop(unit))
+        self._finish()
         if losses is not None:
             losses[:] = (self._losses[index] for index in sorted(self._losses))
 
@@ -153,17 +158,30 @@ class PipelineRuntime(_PipelineScheduleRuntime):
     def _receive_backward(self, stage: TimedStage, micro_batch: int) -> None:
         self.bwd_recv_ops[stage.stage_index, micro_batch] = _batch_p2p(stage.get_bwd_recv_ops(micro_batch))
 
-    def _backward(self, stage: TimedStage, micro_batch: int) -> None:
+    def _full_backward(self, stage: TimedStage, micro_batch: int) -> None:
+        self._count_backward(stage)
+        self._backward(stage, micro_batch, full=True)
+
+    def _backward_input(self, stage: TimedStage, micro_batch: int) -> None:
+        self._backward(stage, micro_batch, full=False)
+
+    def _backward_weight(self, stage: TimedStage, micro_batch: int) -> None:
+        self._count_backward(stage)
+        stage.backward_weight_one_chunk(micro_batch)
+
+    def _count_backward(self, stage: TimedStage) -> None:
+        """Gradients of parameters are whole after as many B and W as there are micro-batches."""
+        self.backward_counter[stage.stage_index] += 1
+        if self._reducer is not None and self.backward_counter[stage.stage_index] == self._n_microbatches:
+            self._reducer.arm(stage.stage_index)
+
+    def _backward(self, stage: TimedStage, micro_batch: int, *, full: bool) -> None:
         unit = (stage.stage_index, micro_batch)
         _wait_batch_p2p(self.bwd_recv_ops.pop(unit, []))
         # The gradient has come back, so the activation has arrived: this wait never blocks, and frees the tensor.
         _wait_batch_p2p(self._sends.pop(unit, []))
-        self.backward_counter[stage.stage_index] += 1
-        last = self.backward_counter[stage.stage_index] == self._n_microbatches
-        if last and self._reducer is not None:
-            self._reducer.arm()
         loss = self._graphs.pop(micro_batch, None) if stage.is_last else None
-        stage.backward_one_chunk(micro_batch, loss=loss, full_backward=True, last_backward=last)
+        stage.backward_one_chunk(micro_batch, loss=loss, full_backward=full)
         if loss is not None:
             self._losses[micro_batch] = self._share.unscaled(loss.detach())
         preceding = self._by_index.get(stage.stage_index - 1)
@@ -178,6 +196,14 @@ class PipelineRuntime(_PipelineScheduleRuntime):
         self._sends[stage.stage_index, micro_batch] = _batch_p2p(stage.get_bwd_send_ops(micro_batch))
 
     def _reduce(self, stage: TimedStage, micro_batch: int) -> None:
+        """Send off what is left of a stage's gradients; the rank's other stages go on meanwhile."""
+        if self._reducer is not None:
+            self._reducer.launch(stage.stage_index)
+
+    def _finish(self) -> None:
+        """Wait for all that is still on its way."""
+        for unit in list(self._sends):
+            _wait_batch_p2p(self._sends.pop(unit))
         if self._reducer is not None:
             with self._recorder.span("reduce"):
                 self._reducer.finish()

@@ -5,7 +5,7 @@ Source of the column and row pattern: Shoeybi et al. 2019, "Megatron-LM", sectio
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -20,11 +20,14 @@ PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 """Transformers' name of a replicated parameter that sees only this rank's heads, such as Qwen3's q_norm."""
 
 
-def shard_tensors(stage: nn.Module, plan: Mapping[str, str], mesh: Mesh) -> tuple[nn.Parameter, ...]:
+def shard_tensors(
+    stage: nn.Module, plan: Mapping[str, str], mesh: Mesh, *, whole: Collection[str] = ()
+) -> tuple[nn.Parameter, ...]:
     """Shard a stage over the tensor-parallel group, in place; each rank keeps its shard of what it holds whole.
 
     Args:
         plan: style by qualified module name (`profiler.tensor_parallel.split_modules`).
+        whole: modules that stay as they are (`tied_modules`).
 
     Returns:
         Replicated parameters whose gradients are partial sums, to be added up over the group after the backward.
@@ -33,7 +36,6 @@ def shard_tensors(stage: nn.Module, plan: Mapping[str, str], mesh: Mesh) -> tupl
         UnsupportedError: a style that is not known here.
     """
     styles = parallel_styles()
-    tied = _tied_modules(stage)
     partial: list[nn.Parameter] = []
     for name, style in plan.items():
         module = stage.get_submodule(name)
@@ -47,16 +49,17 @@ def shard_tensors(stage: nn.Module, plan: Mapping[str, str], mesh: Mesh) -> tupl
                 field="layout.tensor_parallel_degree",
                 mend=f"use a model whose plan has only {', '.join([*styles, PARTIAL_GRADIENT])}, or degree 1.",
             )
-        elif name not in tied:
+        elif name not in whole:
             parallelize_module(module, mesh.tensor_mesh, styles[style], src_data_rank=None)
     return tuple(partial)
 
 
-def _tied_modules(stage: nn.Module) -> set[str]:
-    """Modules that share a parameter within the stage: sharding one would tear them apart, so they stay whole."""
+def tied_modules(stages: Iterable[nn.Module]) -> set[str]:
+    """Modules that share a parameter within a rank: sharding one would tear them apart, so they stay whole."""
     users: dict[int, list[str]] = {}
-    for name, parameter in stage.named_parameters(remove_duplicate=False):
-        users.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+    for stage in stages:
+        for name, parameter in stage.named_parameters(remove_duplicate=False):
+            users.setdefault(id(parameter), []).append(name.rpartition(".")[0])
     return {name for names in users.values() if len(names) > 1 for name in names}
 
 

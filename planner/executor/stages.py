@@ -101,14 +101,28 @@ class TimedStage(PipelineStage):
             raise RunError(f"stage {self.stage_index} returned {list(map(Boundary.of, outputs))}, not {self._sent}.")
         return output
 
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:
+        """Take the gradients from the stage behind, on this rank."""
+        if any(gradient is None for gradient in next_stage_bwd_outputs):
+            _allocate(self.grad_recv_info[mb_index], self.device)  # torch fills the missing ones with zeros
+        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """Backward of one micro-batch."""
+        """Backward of one micro-batch, or its I. The first stage has no input gradient: its W is the whole backward."""
         with self._recorder.span(f"{self.stage_index}{'B' if full_backward else 'I'}{bwd_chunk_id}"):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if not full_backward and not self.is_first:
+            # W needs the graph alone; torch would hold the inputs with their gradients, and those of the outputs.
+            self.backward_state[bwd_chunk_id] = ((), self.backward_state[bwd_chunk_id][1], (), ())
         if not self.is_last:
             _release(self.grad_recv_info[bwd_chunk_id])
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """W of one micro-batch."""
+        with self._recorder.span(f"{self.stage_index}W{bwd_chunk_id}"):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         with self._on_meta():

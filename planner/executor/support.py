@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import get_args
 
 from planner.errors import LayoutError, UnsupportedError
-from planner.schedule.actions import Action
+from planner.schedule import Requirement, Schedule, build, find, requirements
 from planner.spec.job import WHOLE_PARAMETERS
 from planner.spec.plan import Plan, RankPlacement
 from planner.spec.profile import RecomputeMode
 
 RECOMPUTE_MODES = get_args(RecomputeMode)
-ACTION_KINDS = ("F", "B")
+REQUIREMENTS = frozenset({Requirement.VIRTUAL_STAGES, Requirement.SPLIT_BACKWARD, Requirement.UNORDERED_LAST_STAGE})
+"""What this executor's runtime can do of what a schedule may ask for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,8 @@ def check_plan(plan: Plan) -> Grid:
 
     Raises:
         UnsupportedError: the plan uses something that the executor does not carry out.
-        LayoutError: degrees, stages, placement and batch do not fit together.
+        LayoutError: degrees, stages, actions, placement and batch do not fit together.
+        ScheduleError: a text is no action.
     """
     for field, value, known in _choices(plan):
         if value not in known:
@@ -53,6 +55,7 @@ def check_plan(plan: Plan) -> Grid:
     grid = grid_of(plan)
     _check_stages(plan, grid)
     _check_batch(plan)
+    _check_schedule(plan, schedule_of(plan))
     return grid
 
 
@@ -61,7 +64,6 @@ def _choices(plan: Plan) -> Iterator[tuple[str, object, tuple[object, ...]]]:
     layout = plan.layout
     yield "layout.context_parallel_degree", layout.context_parallel_degree, (1,)
     yield "layout.expert_parallel_degree", layout.expert_parallel_degree, (1,)
-    yield "layout.virtual_stages_per_rank", layout.virtual_stages_per_rank, (1,)
     yield "layout.zero_stage", layout.zero_stage, (0,)
     if plan.request.job.optimizer in WHOLE_PARAMETERS:
         yield "layout.tensor_parallel_degree", layout.tensor_parallel_degree, (1,)
@@ -69,9 +71,6 @@ def _choices(plan: Plan) -> Iterator[tuple[str, object, tuple[object, ...]]]:
     for stage in plan.stages:
         for index, layer in enumerate(stage.layers):
             yield f"stages[{stage.index}].layers[{index}].recompute", layer.recompute, RECOMPUTE_MODES
-    for rank, actions in enumerate(plan.actions):
-        for index, action in enumerate(actions):
-            yield f"actions[{rank}][{index}]", Action.parse(action).kind.value, ACTION_KINDS
 
 
 def grid_of(plan: Plan) -> Grid:
@@ -104,25 +103,100 @@ def _coordinate(row: RankPlacement) -> tuple[int, int, int]:
 
 def _check_stages(plan: Plan, grid: Grid) -> None:
     for position, stage in enumerate(plan.stages):
-        if stage.index != position or stage.pipeline_rank != position:
+        if stage.index != position or stage.pipeline_rank >= grid.pipeline:
             raise LayoutError(
-                f"stage {stage.index} stands at position {position} on pipeline rank {stage.pipeline_rank}.",
+                f"stage {stage.index} stands at position {position} on pipeline rank {stage.pipeline_rank} of "
+                f"{grid.pipeline}.",
                 field=f"stages[{position}]",
-                mend="list the stages in order, one per pipeline rank.",
+                mend="list the stages in the order of their layers, on pipeline ranks counted from 0.",
             )
-        held_by = {rank for row in grid.ranks[position : position + 1] for group in row for rank in group}
+        held_by = {rank for group in grid.ranks[stage.pipeline_rank] for rank in group}
         if set(stage.ranks) != held_by:
             raise LayoutError(
-                f"ranks {sorted(stage.ranks)} are not those placed on pipeline rank {position}: {sorted(held_by)}.",
+                f"ranks {sorted(stage.ranks)} are not those placed on pipeline rank {stage.pipeline_rank}: "
+                f"{sorted(held_by)}.",
                 field=f"stages[{position}].ranks",
                 mend="plan again; stages and placement come from one plan.",
             )
-    if len(plan.stages) != grid.pipeline:
+    each = plan.layout.virtual_stages_per_rank
+    held = [sum(stage.pipeline_rank == rank for stage in plan.stages) for rank in range(grid.pipeline)]
+    if set(held) != {each}:
         raise LayoutError(
-            f"{len(plan.stages)} stages on {grid.pipeline} pipeline ranks.",
+            f"the pipeline ranks hold {held} stages, virtual_stages_per_rank is {each}.",
             field="stages",
-            mend="list one stage per pipeline rank.",
+            mend=f"give every pipeline rank {each}, or another virtual_stages_per_rank.",
         )
+
+
+def schedule_of(plan: Plan) -> Schedule:
+    """The plan's schedule: its actions, or built from its name where the plan does not list them.
+
+    Raises:
+        ScheduleError: a text is no action, or a stage has none.
+        LayoutError: the schedule cannot be built for the plan's numbers.
+        UnknownNameError: no schedule has this name.
+    """
+    layout = plan.layout
+    if plan.actions:
+        return Schedule.from_text(plan.actions, name=layout.schedule)
+    return build(
+        layout.schedule,
+        ranks=layout.pipeline_parallel_degree,
+        micro_batches=plan.micro_batches,
+        virtual_stages=layout.virtual_stages_per_rank,
+        # The layers say what recomputes.
+        recompute="never" if find(layout.schedule).recompute_modes else "",
+    )
+
+
+def _check_schedule(plan: Plan, schedule: Schedule) -> None:
+    """Refuse actions that do not belong to the stages, and what the runtime cannot do."""
+    _check_owners(plan, schedule)
+    if find(plan.layout.schedule).is_asynchronous:
+        raise UnsupportedError(
+            f"the schedule {plan.layout.schedule!r} trains on stale weights, which the executor does not keep.",
+            field="layout.schedule",
+            mend="use a schedule with a flush, such as 1f1b.",
+        )
+    asked = requirements(schedule)
+    if asked - REQUIREMENTS:
+        raise UnsupportedError(
+            f"the executor cannot run {' and '.join(sorted(asked - REQUIREMENTS))}, which the schedule "
+            f"{plan.layout.schedule!r} asks for.",
+            field="layout.schedule",
+            mend="use 1f1b, interleaved-1f1b or zb-v.",
+        )
+    if Requirement.SPLIT_BACKWARD in asked:
+        _refuse_recompute(plan, "I and W would each run the forward of a layer again")
+    if find(plan.layout.schedule).recompute_modes:
+        _refuse_recompute(plan, "it is to run while a rank waits, but the executor recomputes inside the backward")
+
+
+def _refuse_recompute(plan: Plan, reason: str) -> None:
+    for stage in plan.stages:
+        for index, layer in enumerate(stage.layers):
+            if layer.recompute != "none":
+                raise UnsupportedError(
+                    f"the executor does not recompute under the schedule {plan.layout.schedule!r}: {reason}.",
+                    field=f"stages[{stage.index}].layers[{index}].recompute",
+                    mend="write none, or use a schedule of F and B alone, such as gpipe, 1f1b or interleaved-1f1b.",
+                )
+
+
+def _check_owners(plan: Plan, schedule: Schedule) -> None:
+    """Every action is one of a stage and micro-batch of its rank."""
+    rank_of = [stage.pipeline_rank for stage in plan.stages]
+    for rank, row in enumerate(schedule.actions):
+        for index, action in enumerate(row):
+            held = action.stage < len(rank_of) and rank_of[action.stage] == rank
+            if not held or action.micro_batch >= plan.micro_batches:
+                raise LayoutError(
+                    f"{action} is no action of pipeline rank {rank}, which holds the stages "
+                    f"{[stage for stage, owner in enumerate(rank_of) if owner == rank]}, for {plan.micro_batches} "
+                    "micro-batches.",
+                    field=f"actions[{rank}][{index}]",
+                    mend="plan again; stages and actions come from one plan.",
+                )
 
 
 def _check_batch(plan: Plan) -> None:

@@ -86,14 +86,15 @@ class Trainer:
         return StepRecord(self._global_loss(loss, step), seconds, spans)
 
     def _read(self, step: int) -> tuple[Inputs, torch.Tensor | None]:
-        """This replica's samples: inputs on the first stage, targets on the last, nothing between."""
-        if not (self._mesh.is_first_stage or self._mesh.is_last_stage):
+        """This replica's samples: inputs on the rank of the first stage, targets on that of the last, else nothing."""
+        part = self._part
+        if not (part.has_first_stage or part.has_last_stage):
             return (), None
         batch = self._plan.request.job.global_batch_size
         inputs, targets = self._dataset(*local_part(step, batch, self._mesh.data, self._mesh.grid.data))
         return (
-            tuple(map(self._to_device, inputs)) if self._mesh.is_first_stage else (),
-            targets.to(self._device) if self._mesh.is_last_stage else None,
+            tuple(map(self._to_device, inputs)) if part.has_first_stage else (),
+            targets.to(self._device) if part.has_last_stage else None,
         )
 
     def _to_device(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -126,7 +127,7 @@ class Trainer:
 
     def _global_loss(self, loss: torch.Tensor, step: int) -> float:
         """Mean over the global batch, on every rank: each replica's last stage adds its share once."""
-        counts = self._mesh.is_last_stage and self._mesh.tensor == 0
+        counts = self._part.has_last_stage and self._mesh.tensor == 0
         share = loss.double() if counts else torch.zeros_like(loss, dtype=torch.float64)
         dist.all_reduce(share)
         value = float(share)

@@ -12,7 +12,7 @@ from torch import nn
 
 from planner import __version__
 from planner.executor.loss import next_token
-from planner.schedule import build
+from planner.schedule import Schedule, build
 from planner.spec import Cluster, Job, Layout, NodeGroup, Plan, PlanRequest, Prediction
 from planner.spec.cluster import DeviceSpec
 from planner.spec.plan import Breakdown, PlannedLayer, RankPlacement, SearchReport, Stage
@@ -91,21 +91,33 @@ def make_plan(
     recompute: Mapping[int, RecomputeMode] = MappingProxyType({}),
     optimizer: str = "adamw",
     precision: str = "fp32",
+    pipeline: int | None = None,
+    actions: Sequence[Sequence[str]] = (),
 ) -> Plan:
-    """A plan with stages of these sizes, pipeline outermost, tensor innermost."""
+    """A plan with stages of these sizes on so many pipeline ranks (None: one each), pipeline outermost, tensor
+    innermost; `actions`: of a schedule that has no name.
+    """
     sizes = sizes or (len(layers),)
+    pipeline = pipeline or len(sizes)
+    virtual = len(sizes) // pipeline
+    ordered = (
+        Schedule.from_text(actions)
+        if actions
+        else build(schedule, ranks=pipeline, micro_batches=micro_batches, virtual_stages=virtual)
+    )
     layout = Layout(
         data_parallel_degree=data,
         tensor_parallel_degree=tensor,
-        pipeline_parallel_degree=len(sizes),
+        pipeline_parallel_degree=pipeline,
+        virtual_stages_per_rank=virtual,
         micro_batch_size=micro_batch_size,
         schedule=schedule,
         recompute="per-layer" if recompute else "none",
     )
     placement = tuple(
-        RankPlacement(rank=rank, node=0, device=rank, pipeline=pipeline, data=replica, tensor=shard)
-        for rank, (pipeline, replica, shard) in enumerate(
-            (p, d, t) for p in range(len(sizes)) for d in range(data) for t in range(tensor)
+        RankPlacement(rank=rank, node=0, device=rank, pipeline=row, data=replica, tensor=shard)
+        for rank, (row, replica, shard) in enumerate(
+            (p, d, t) for p in range(pipeline) for d in range(data) for t in range(tensor)
         )
     )
     job = Job(
@@ -119,7 +131,7 @@ def make_plan(
         id=request.id,
         layout=layout,
         micro_batches=micro_batches,
-        stages=_stages(layers, sizes, recompute, placement),
+        stages=_stages(layers, sizes, recompute, placement, ordered.stage_ranks),
         placement=placement,
         prediction=_prediction(),
         search=SearchReport(
@@ -131,7 +143,7 @@ def make_plan(
             gap=0.0,
             optimal=True,
         ),
-        actions=build(schedule, ranks=len(sizes), micro_batches=micro_batches).to_text(),
+        actions=ordered.to_text(),
         request=request,
     )
 
@@ -141,14 +153,15 @@ def _stages(
     sizes: Sequence[int],
     recompute: Mapping[int, RecomputeMode],
     placement: Sequence[RankPlacement],
+    stage_ranks: Sequence[int],
 ) -> tuple[Stage, ...]:
     stages, start = [], 0
     for index, size in enumerate(sizes):
         rows = tuple(
             PlannedLayer(name=layers[i], recompute=recompute.get(i, "none")) for i in range(start, start + size)
         )
-        ranks = tuple(row.rank for row in placement if row.pipeline == index)
-        stages.append(Stage(index=index, pipeline_rank=index, layers=rows, ranks=ranks))
+        ranks = tuple(row.rank for row in placement if row.pipeline == stage_ranks[index])
+        stages.append(Stage(index=index, pipeline_rank=stage_ranks[index], layers=rows, ranks=ranks))
         start += size
     return tuple(stages)
 

@@ -44,10 +44,10 @@ def test_gradients_are_views_that_accumulate_as_plain_ones(group: dist.ProcessGr
         _backward(model, seed)
     plain = {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
     model.zero_grad()
-    reducer = GradientReducer(model.parameters(), group)
+    reducer = GradientReducer({0: model.parameters()}, group)
     places = {name: value.grad.data_ptr() for name, value in model.named_parameters() if value.grad is not None}
     _backward(model, 1)
-    reducer.arm()
+    reducer.arm(0)
     _backward(model, 2)
     reducer.finish()
     held = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
@@ -66,12 +66,12 @@ def test_only_the_last_backward_reduces(
     monkeypatch.setattr(
         dist, "all_reduce", lambda flat, **options: [reduced.append(flat), all_reduce(flat, **options)][1]
     )
-    reducer = GradientReducer(model.parameters(), group)
+    reducer = GradientReducer({0: model.parameters()}, group)
     for _ in range(2):
         reduced.clear()
         _backward(model, 1)
         assert not reduced
-        reducer.arm()
+        reducer.arm(0)
         _backward(model, 2)
         during = len(reduced)
         assert during > 2
@@ -82,8 +82,8 @@ def test_only_the_last_backward_reduces(
 
 def test_unused_parameters_are_reduced_at_the_end(group: dist.ProcessGroup, model: nn.Module) -> None:
     """A parameter that the step did not use has a zero gradient, and nobody waits for it."""
-    reducer = GradientReducer(model.parameters(), group)
-    reducer.arm()
+    reducer = GradientReducer({0: model.parameters()}, group)
+    reducer.arm(0)
     model[1](torch.randn(4, 10)).sum().backward()
     reducer.finish()
     assert model[1].weight.grad.any()

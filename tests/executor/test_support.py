@@ -46,9 +46,7 @@ def test_any_placement_that_fills_the_grid_will_do() -> None:
         {"layout__zero_stage": 2},
         {"layout__context_parallel_degree": 2},
         {"layout__expert_parallel_degree": 2},
-        {"layout__virtual_stages_per_rank": 2},
         {"layout__sequence_parallel": True},
-        {"actions": [["0F0", "0I0", "0W0"]]},
     ],
 )
 def test_what_is_not_carried_out_is_refused(change: dict[str, Any]) -> None:
