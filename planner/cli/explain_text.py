@@ -25,6 +25,7 @@ def explanation_text(account: Account) -> str:
         _table("each stage and micro-batch, ms", account.stages, "_seconds", 1e3, "stage"),
         _table("each pipeline rank and step, ms", ranks, "_seconds", 1e3, "pipeline_rank"),
         _table("each pipeline rank at its peak, GiB", ranks, "_bytes", 1 / GIB, "pipeline_rank"),
+        _in_flight(account),
         _constants(account),
         KEY,
     ]
@@ -41,6 +42,11 @@ def _table(title: str, columns: Sequence[Any], ending: str, scale: float, number
             rows.append((_spoken(name, ending), EQUATIONS.get(name, ""), *values))
     heads = (str(getattr(column, number)) if column is not None else "..." for column in shown)
     return table((title, "equations", *heads), rows, left=(0, 1))
+
+
+def _in_flight(account: Account) -> str:
+    held = (f"stage {stage.stage}: {stage.in_flight}" if stage else "..." for stage in _shown(account.stages))
+    return f"micro-batches in flight at most (M2): {', '.join(held)}"
 
 
 def _shown(columns: Sequence[Any]) -> list[Any]:

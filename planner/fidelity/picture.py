@@ -13,10 +13,10 @@ RADIUS = 2.6
 BAND = 0.1
 """Relative error up to which a point lies in the grey band."""
 
-# Tol's muted and bright palettes, which the colour-blind can tell apart; then darker ones for long lists.
+# Tol's muted palette, which the colour-blind can tell apart; then others, as far from these as there is room.
 COLOURS = (
-    *("#332288", "#88ccee", "#44aa99", "#117733", "#999933", "#ddcc77", "#cc6677", "#882255", "#aa4499", "#4477aa"),
-    *("#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#111827", "#7c4a03", "#6b7280", "#e07b00", "#0f766e"),
+    *("#332288", "#88ccee", "#44aa99", "#117733", "#999933", "#ddcc77", "#cc6677", "#882255", "#aa4499", "#e07b00"),
+    *("#111827", "#1f6feb", "#ff6fb5", "#7c4a03", "#9be000", "#6b7280", "#00c2c7", "#b00020", "#5b2a86", "#0f766e"),
 )
 
 

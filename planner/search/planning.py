@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 
 from planner import __version__
 from planner.cost import (
@@ -19,8 +19,8 @@ from planner.cost import (
     stage_ranks,
     workload,
 )
-from planner.errors import LayoutError, MismatchError
-from planner.schedule import canonical_name
+from planner.errors import LayoutError, MismatchError, UnsupportedError
+from planner.schedule import Schedule, canonical_name
 from planner.search.explain import alternatives, explanation, misses, predictions, with_recompute
 from planner.search.inside import LayoutSearch, solve_layout
 from planner.search.result import Callbacks, Found
@@ -100,7 +100,7 @@ def _answer(request: PlanRequest, work: Workload, space: Space, found: Found) ->
         id=request.id,
         layout=layout,
         micro_batches=best.costs.micro_batches,
-        stages=stages_of(best.costs, best.stage_map),
+        stages=stages_of(best.costs, best.stage_map, best.schedule),
         placement=placement(layout, work.devices_per_node),
         prediction=priced[0],
         search=found.report,
@@ -111,20 +111,20 @@ def _answer(request: PlanRequest, work: Workload, space: Space, found: Found) ->
     )
 
 
-def stages_of(costs: LayoutCosts, stage_map: StageMap) -> tuple[Stage, ...]:
+def stages_of(costs: LayoutCosts, stage_map: StageMap, schedule: Schedule) -> tuple[Stage, ...]:
     """The stage map as it stands in a plan."""
     layers = costs.work.profile.layers
     return tuple(
         Stage(
             index=index,
-            pipeline_rank=index,
+            pipeline_rank=rank,
             layers=tuple(
                 PlannedLayer(name=layers[layer].name, modules=layers[layer].modules, recompute=mode)
                 for layer, mode in stage
             ),
-            ranks=stage_ranks(costs.layout, index),
+            ranks=stage_ranks(costs.layout, rank),
         )
-        for index, stage in enumerate(stage_map)
+        for index, (stage, rank) in enumerate(zip(stage_map, schedule.stage_ranks, strict=True))
     )
 
 
@@ -159,7 +159,8 @@ def predict(
     """Time and memory of one given layout, whether it fits or not.
 
     Without `layers_per_stage`, the stage map is the fastest for this layout that fits, else the fastest at all. With
-    it, and ``per-layer`` recomputation, the same holds for what recomputes.
+    it, and ``per-layer`` recomputation, the same holds for what recomputes. With several stages per rank, stages hold
+    equal numbers of layers unless `layers_per_stage` tells them.
 
     Args:
         profile: of the model.
@@ -173,6 +174,7 @@ def predict(
     Raises:
         LayoutError: the degrees, batch or layers per stage do not fit together.
         UnknownNameError: no framework has this name.
+        UnsupportedError: ``per-layer`` recomputation with several stages per rank.
         SpecError: the documents do not belong together.
     """
     work = workload(profile, cluster, job, framework=framework, constants=constants)
@@ -181,17 +183,25 @@ def predict(
     )
     costs = layout_costs(work, plain)
     _check_stages(layout, costs)
-    stage_map = _given(costs, layout.layers_per_stage) if layout.layers_per_stage else _fastest(costs)
-    return _forecast(costs, stage_map)
+    return _forecast(costs, _stage_map(costs, layout.layers_per_stage))
+
+
+def _stage_map(costs: LayoutCosts, counts: Sequence[int] | None) -> StageMap:
+    if costs.layout.virtual_stages_per_rank > 1:
+        return _several_per_rank(costs, counts)
+    return _given(costs, counts) if counts else _fastest(costs)
 
 
 def _check_stages(layout: PredictionLayout, costs: LayoutCosts) -> None:
-    stages, layer_count = layout.pipeline_parallel_degree, len(costs.layers)
+    virtual, layer_count = layout.virtual_stages_per_rank, len(costs.layers)
+    stages = layout.pipeline_parallel_degree * virtual
+    factors = f"pipeline_parallel_degree({layout.pipeline_parallel_degree})"
+    factors += f" * virtual_stages_per_rank({virtual})" if virtual > 1 else ""
     if stages > layer_count:
         raise LayoutError(
-            f"pipeline_parallel_degree({stages}) is more than the model's {layer_count} layers.",
+            f"{factors} is more than the model's {layer_count} layers.",
             field="layout.pipeline_parallel_degree",
-            mend=f"use at most {layer_count}.",
+            mend=f"use at most {layer_count // virtual}.",
         )
     given = layout.layers_per_stage
     if given is None:
@@ -199,7 +209,7 @@ def _check_stages(layout: PredictionLayout, costs: LayoutCosts) -> None:
     if len(given) != stages or sum(given) != layer_count or min(given) < 1:
         raise LayoutError(
             f"layers_per_stage {list(given)} has {len(given)} stages with {sum(given)} layers; the layout has "
-            f"pipeline_parallel_degree({stages}) and the model {layer_count} layers.",
+            f"{factors} and the model {layer_count} layers.",
             field="layout.layers_per_stage",
             mend="give one positive count per stage that add up to the model's layers.",
         )
@@ -218,6 +228,22 @@ def _given(costs: LayoutCosts, counts: Sequence[int]) -> StageMap:
         if search.best is not None:
             return search.best[0]
     raise AssertionError("without a memory limit every partition has a price")
+
+
+def _several_per_rank(costs: LayoutCosts, counts: Sequence[int] | None) -> StageMap:
+    """Given or equal numbers of layers, all recomputed as the layout says: partitions are searched for one stage per
+    rank only."""
+    if costs.layout.recompute == "per-layer":
+        raise UnsupportedError(
+            "per-layer recomputation is chosen for one stage per rank only.",
+            field="layout.recompute",
+            mend="use none, selective or full with several stages per rank.",
+        )
+    stages = costs.layout.pipeline_parallel_degree * costs.layout.virtual_stages_per_rank
+    least, more = divmod(len(costs.layers), stages)
+    layers = iter(enumerate(allowed_modes(costs, (costs.layout.recompute,))))
+    sizes = counts or [least + (stage < more) for stage in range(stages)]
+    return [[(layer, modes[0].mode) for layer, modes in islice(layers, size)] for size in sizes]
 
 
 def _fastest(costs: LayoutCosts) -> StageMap:
@@ -239,7 +265,7 @@ def _forecast(costs: LayoutCosts, stage_map: StageMap) -> Forecast:
     return Forecast(
         layout=costs.layout,
         micro_batches=costs.micro_batches,
-        stages=stages_of(costs, stage_map),
+        stages=stages_of(costs, stage_map, schedule),
         prediction=prediction,
         fits=not too_full,
         reasons=too_full,

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.errors import LayoutError, UnsupportedError
 from planner.search import Account, RankAccount, account, predict
 from planner.search.account import EQUATIONS
 from planner.spec import Forecast
@@ -72,3 +73,17 @@ def test_every_part_names_its_equations() -> None:
         if each.name.endswith(("_seconds", "_bytes"))
     }
     assert parts - {"capacity_bytes"} == set(EQUATIONS)
+
+
+def test_several_stages_per_rank() -> None:
+    """Interleaved stages are predicted with equal or given numbers of layers, and lie on their schedule's ranks."""
+    interleaved = {"pipeline_parallel_degree": 2, "virtual_stages_per_rank": 2, "schedule": "interleaved-1f1b"}
+    forecast, found = explained(**interleaved)
+    assert [(stage.pipeline_rank, len(stage.layers)) for stage in forecast.stages] == [(0, 1), (1, 1), (0, 1), (1, 1)]
+    assert max(rank.step_seconds for rank in found.ranks) == pytest.approx(forecast.prediction.step_seconds)
+    again, _ = explained(**interleaved, layers_per_stage=(1, 1, 1, 1))
+    assert again == forecast
+    with pytest.raises(LayoutError, match=r"virtual_stages_per_rank\(2\) and the model 4 layers"):
+        explained(**interleaved, layers_per_stage=(2, 2))
+    with pytest.raises(UnsupportedError, match="one stage per rank"):
+        explained(**interleaved, recompute="per-layer")
