@@ -71,9 +71,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(arguments: argparse.Namespace) -> int:
     check_output(arguments.picture)
+    remarks = read_remarks(arguments.data)
     whole = read_runs(arguments.data)
     dataset = of_family(whole, arguments.family)
-    found = predicted(whole, dataset, read_remarks(arguments.data), arguments)
+    found = predicted(whole, dataset, remarks, arguments)
     if arguments.json:
         print(json.dumps(as_json(dataset, found), indent=2))
     else:

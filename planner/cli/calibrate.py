@@ -48,7 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
         find_framework(arguments.framework, field="--framework")
     require_scipy()
     path = Path(arguments.measurements)
-    runs, remarks = read_runs(path).runs, read_remarks(path)
+    remarks = read_remarks(path)
+    runs = read_runs(path).runs
     with Progress("fitting") as progress:
         progress.update(0, 1, f"reading {len(runs)} runs")
         usable = measured(runs, remarks)

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import csv
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from planner.errors import DocumentError
 from planner.spec.devices import catalogue
 
 RowKey = tuple[str, str]
@@ -32,18 +34,47 @@ class Remarks:
 
 
 PLAIN = Remarks()
+_NAMES = (
+    "source_id system hardware interconnect layers precision attention schedule vp zero_fsdp recompute status mem_kind "
+    "rank_group notes"
+)
+COLUMNS = tuple(_NAMES.split())
+"""What a file of runs must have; a column of numbers that lacks is unstated in every row."""
 
 
 def read_remarks(path: Path) -> dict[RowKey, Remarks]:
-    """Remarks of every row of a CSV file, or of every CSV file of a folder; those that say nothing are left out."""
+    """Remarks of every row of a CSV file, or of every CSV file of a folder; those that say nothing are left out.
+
+    Raises:
+        DocumentError: no such file, or a file of runs that lacks columns.
+    """
     found = {}
     for file in sorted(path.glob("*.csv")) if path.is_dir() else [path]:
-        with file.open(encoding="utf-8", newline="") as stream:
-            for row in csv.DictReader(stream):
-                remarks = remarks_of(row)
-                if remarks != PLAIN:
-                    found[file.stem, row.get("source_id") or ""] = remarks
+        for row in _rows(file):
+            remarks = remarks_of(row)
+            if remarks != PLAIN:
+                found[file.stem, row.get("source_id") or ""] = remarks
     return found
+
+
+def _rows(file: Path) -> Iterator[dict[str, str]]:
+    """Rows of a file of runs; none of other files."""
+    try:
+        with file.open(encoding="utf-8", newline="") as stream:
+            reader = csv.DictReader(stream)
+            if {"hardware", "layers", "status"} <= set(reader.fieldnames or ()):
+                _check_columns(file, reader.fieldnames or ())
+                yield from reader
+    except (OSError, UnicodeDecodeError) as error:
+        raise DocumentError(f"cannot be read: {error}", field=str(file), mend="give a CSV file.") from error
+
+
+def _check_columns(file: Path, columns: Sequence[str]) -> None:
+    missing = [name for name in COLUMNS if name not in columns]
+    if missing:
+        raise DocumentError(
+            f"lacks the columns {', '.join(missing)}.", field=str(file), mend="add them; blank means unstated."
+        )
 
 
 def remarks_of(row: dict[str, str]) -> Remarks:

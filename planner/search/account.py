@@ -161,8 +161,7 @@ def _account(costs: LayoutCosts, stages: Sequence[StageLayers], forecast: Foreca
         last_rank=step.last_rank,
         stages=tuple(
             _stage(costs, stages[stage], spent, stage, rank, in_flight[stage])
-            for rank in range(schedule.ranks)
-            for stage in schedule.stages_of(rank)
+            for stage, rank in enumerate(schedule.stage_ranks)
         ),
         ranks=tuple(
             _rank(costs, stages, schedule, spent, memory, ends[rank], tails[rank])

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from planner.fidelity.remarks import has_one_memory_size, read_remarks, remarks_of
+from planner.errors import DocumentError
+from planner.fidelity.remarks import COLUMNS, has_one_memory_size, read_remarks, remarks_of
+from planner.fidelity.rows import OutOfScope, run_of
 from tests.fidelity.support import row, write_rows
 
 
@@ -45,3 +47,25 @@ def test_rows_are_found_by_family_and_name(tmp_path: Path) -> None:
     write_rows(tmp_path / "real.csv", [row("a", hardware="A100")])
     assert list(read_remarks(tmp_path)) == [("toys", "a")]
     assert list(read_remarks(tmp_path / "toys.csv")) == [("toys", "a")]
+
+
+def test_lacking_columns_are_told(tmp_path: Path) -> None:
+    """A file of runs without all columns is refused with their names; CSV files of something else are passed over."""
+    (tmp_path / "links.csv").write_text("ranks,bytes\n8,1024\n", encoding="utf-8")
+    assert read_remarks(tmp_path) == {}
+    short = tmp_path / "short.csv"
+    short.write_text("hardware,layers,status\nA100-80GB,2,ok\n", encoding="utf-8")
+    with pytest.raises(DocumentError, match=r"lacks the columns source_id, .*, notes"):
+        read_remarks(short)
+    with pytest.raises(DocumentError, match="cannot be read"):
+        read_remarks(tmp_path / "none.csv")
+
+
+def test_every_column_that_is_read_is_asked_for() -> None:
+    """A row with the columns that are asked for, and no others, is read, and says too little."""
+    bare = {name: value for name, value in row().items() if name in COLUMNS}
+    assert set(bare) == set(COLUMNS)
+    with pytest.raises(OutOfScope, match="no dimensions"):
+        run_of(bare, "family")
+    numbers = {name: row()[name] for name in ("hidden", "heads", "seq_len", "tp", "pp", "mbs", "gbs", "step_s")}
+    assert run_of(bare | numbers, "family").step_seconds == 1.0
