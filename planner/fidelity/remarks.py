@@ -35,7 +35,7 @@ class Remarks:
 
 PLAIN = Remarks()
 _NAMES = (
-    "source_id system hardware interconnect layers precision attention schedule vp zero_fsdp recompute status mem_kind "
+    "source_id system hardware interconnect model layers precision attention schedule vp zero_fsdp recompute status mem_kind "
     "rank_group notes"
 )
 COLUMNS = tuple(_NAMES.split())
