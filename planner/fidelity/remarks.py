@@ -35,8 +35,8 @@ class Remarks:
 
 PLAIN = Remarks()
 _NAMES = (
-    "source_id system hardware interconnect model layers precision attention schedule vp zero_fsdp recompute status mem_kind "
-    "rank_group notes"
+    "source_id system hardware interconnect model layers precision attention schedule vp zero_fsdp recompute status "
+    "mem_kind rank_group notes"
 )
 COLUMNS = tuple(_NAMES.split())
 """What a file of runs must have; a column of numbers that lacks is unstated in every row."""
