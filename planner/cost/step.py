@@ -160,7 +160,8 @@ def _mfu(costs: LayoutCosts, stages: Sequence[StageLayers], seconds: float) -> f
     if peak is None:
         return None
     one_micro_batch = sum(cost.model_flops for stage in stages for _, cost in stage)
-    flops = one_micro_batch * costs.micro_batches * layout.tensor_parallel_degree * layout.data_parallel_degree
+    per_stage = layout.tensor_parallel_degree * layout.context_parallel_degree * layout.data_parallel_degree
+    flops = one_micro_batch * costs.micro_batches * per_stage
     return flops / (seconds * layout.devices * peak)
 
 

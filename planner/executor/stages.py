@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from planner.errors import RunError
+from planner.executor.split_backward import backward_input
 from planner.executor.streams import RandomStreams
 from planner.executor.timeline import Recorder
 
@@ -114,6 +115,10 @@ class TimedStage(PipelineStage):
         with self._recorder.span(f"{self.stage_index}{'B' if full_backward else 'I'}{bwd_chunk_id}"):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if not full_backward and not self.is_first:
+            # Gradients of leaves are contiguous, which sending takes; those of autograd.grad are as they come.
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                None if gradient is None else gradient.contiguous() for gradient in self.bwd_cache[bwd_chunk_id]
+            )
             # W needs the graph alone; torch would hold the inputs with their gradients, and those of the outputs.
             self.backward_state[bwd_chunk_id] = ((), self.backward_state[bwd_chunk_id][1], (), ())
         if not self.is_last:
@@ -123,6 +128,18 @@ class TimedStage(PipelineStage):
         """W of one micro-batch."""
         with self._recorder.span(f"{self.stage_index}W{bwd_chunk_id}"):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[Any, Any]:
+        """A whole backward by torch, I and W by `planner.executor.split_backward`."""
+        if backward_type == "input":
+            outputs, gradients = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
+            return backward_input(outputs, gradients, bwd_kwargs["input_values"], self.submod.parameters())
+        if backward_type == "weight":
+            bwd_kwargs["param_groups"].run()
+            return (), None
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         with self._on_meta():

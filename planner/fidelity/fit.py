@@ -103,4 +103,5 @@ def _soft(errors: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def _constants(names: Sequence[str], logarithms: NDArray[np.float64]) -> Constants:
     values = {name: math.exp(value) for name, value in zip(names, logarithms, strict=True)}
+    values = {name: min(1.0, value) if name.endswith("_fraction") else value for name, value in values.items()}
     return replace(Constants(), **values)

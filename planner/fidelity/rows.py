@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -127,7 +127,8 @@ def _rows(file: Path) -> Iterator[Row]:
         with file.open(encoding="utf-8", newline="") as stream:
             reader = csv.DictReader(stream)
             if reader.fieldnames and {"hardware", "layers", "status"} <= set(reader.fieldnames):
-                yield from reader
+                # A user's own file need not have every column, nor a last line every field.
+                yield from (defaultdict(str, {name: value or "" for name, value in row.items()}) for row in reader)
     except OSError as error:
         raise DocumentError(f"cannot be read: {error}", field=str(file), mend="give a CSV file.") from error
 
@@ -258,6 +259,8 @@ def _layout(row: Row) -> tuple[Layout, int]:
         raise OutOfScope("no layout (degrees)")
     if pipeline > _needed(row, "layers"):
         raise OutOfScope("no layout (more stages than layers)")
+    if "gpu count unknown" in row["notes"].lower():
+        raise OutOfScope("no layout (number of GPUs)")
     model = tensor * pipeline * context
     expert = _whole(row, "ep") or 1
     if gpus is None and data is None:
@@ -356,4 +359,4 @@ def _memory_rank(text: str) -> RankChoice:
     lowered = text.lower()
     if "last rank" in lowered:
         return "last"
-    return "first" if "rank 0" in lowered else "largest"
+    return "first" if "rank 0" in lowered or "first stage" in lowered else "largest"

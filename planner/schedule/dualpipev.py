@@ -48,4 +48,5 @@ DUALPIPEV = ScheduleEntry(
     most_virtual_stages=2,
     paired=paired,
     joint_pairs=True,
+    runnable=True,
 )

@@ -28,4 +28,5 @@ EAGER_1F1B = ScheduleEntry(
     summary="1f1b with twice the warm-up: hides transfers, holds about twice the micro-batches",
     rank_actions=rank_actions,
     aliases=("1f1boverlapfriendly",),
+    runnable=True,
 )

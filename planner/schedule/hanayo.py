@@ -51,4 +51,5 @@ HANAYO = ScheduleEntry(
     check=check,
     least_virtual_stages=2,
     most_virtual_stages=None,
+    runnable=True,
 )

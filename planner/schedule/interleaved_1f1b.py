@@ -64,4 +64,5 @@ INTERLEAVED_1F1B = ScheduleEntry(
     check=check,
     least_virtual_stages=2,
     most_virtual_stages=None,
+    runnable=True,
 )

@@ -41,4 +41,5 @@ INTERLEAVED_MEMORY_OPTIMISED = ScheduleEntry(
     check=check,
     least_virtual_stages=2,
     most_virtual_stages=None,
+    runnable=True,
 )

@@ -28,4 +28,5 @@ LOOPED_BFS = ScheduleEntry(
     rank_actions=rank_actions,
     aliases=("loopedbfs", "breadthfirst", "bfs"),
     most_virtual_stages=None,
+    runnable=True,
 )

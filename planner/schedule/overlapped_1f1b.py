@@ -34,4 +34,5 @@ OVERLAPPED_1F1B = ScheduleEntry(
     rank_actions=rank_actions,
     aliases=("1f1bbackwardforwardoverlap", "overlapped1f1b"),
     paired=paired,
+    runnable=True,
 )

@@ -38,4 +38,5 @@ TORCHGPIPE = ScheduleEntry(
     rank_actions=rank_actions,
     recompute_modes=MODES,
     recompute_stop=recompute_stop,
+    runnable=True,
 )

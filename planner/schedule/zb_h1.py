@@ -41,4 +41,5 @@ ZB_H1 = ScheduleEntry(
     aliases=("zb1p", "zerobubbleh1", "interleavedzerobubble"),
     check=check,
     most_virtual_stages=None,
+    runnable=True,
 )

@@ -47,4 +47,5 @@ ZB_H1_FUSED = ScheduleEntry(
     rank_actions=rank_actions,
     aliases=("zbh1paddle", "paddlezbh1"),
     check=check,
+    runnable=True,
 )

@@ -34,4 +34,5 @@ ZB_H2 = ScheduleEntry(
     rank_actions=rank_actions,
     aliases=("zb2p", "zerobubbleh2"),
     check=check,
+    runnable=True,
 )

@@ -90,4 +90,5 @@ ZB_V = ScheduleEntry(
     stage_ranks=v_placement,
     least_virtual_stages=2,
     most_virtual_stages=2,
+    runnable=True,
 )

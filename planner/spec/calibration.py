@@ -91,7 +91,10 @@ def constants_for(framework: str, architecture: str, calibrations: tuple[Calibra
         architecture: of the device catalogue, such as ``Ampere``.
         calibrations: None: those that come with the package.
     """
-    table = {(one.framework, one.architecture): one.constants for one in calibrations or shipped()}
+    table = {
+        (one.framework, one.architecture): one.constants
+        for one in (shipped() if calibrations is None else calibrations)
+    }
     for key in ((framework, architecture), ("*", architecture), (framework, "*")):
         if key in table:
             return table[key]
