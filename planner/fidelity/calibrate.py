@@ -32,15 +32,15 @@ from planner.fidelity.predict import Prepared, predict_run, prepare
 from planner.fidelity.remarks import PLAIN, Remarks, RowKey
 from planner.fidelity.rows import Run
 from planner.schedule import Schedule
-from planner.spec.calibration import DEFAULT, Calibration, Constants
+from planner.spec.calibration import ANY, DEFAULT, Calibration, Constants
 from planner.spec.plan import Prediction, RankMemory
 
-ANY = "*"
-"""The framework of constants that stand for all others."""
 LEAST_ROWS = 8
 """Of a fit of its own."""
 MOST_ROWS = 100
 """Of one framework in the fit that stands for all others."""
+MOST_OWN_ROWS = 300
+"""Of a framework in its own fit, evenly picked: more would only take longer."""
 LEAST_OVERFLOWS = 5
 """Runs out of memory, and as many that ran, for a fit to decisions."""
 MEMORY_PRIORS = {
@@ -187,13 +187,21 @@ def time_fits(data: Measured, pairs: Iterable[Pair]) -> tuple[TimeFit, ...]:
         by_pair.setdefault(pair_of(run), []).append(run)
     enough = {pair for pair, runs in by_pair.items() if len(runs) >= LEAST_ROWS}
     needed = dict.fromkeys(pair if pair in enough else (ANY, pair[1]) for pair in pairs)
-    fits = (TimeFit(pair, tuple(by_pair[pair])) if pair in enough else _shared_fit(pair[1], by_pair) for pair in needed)
+    fits = (
+        TimeFit(pair, _thinned(by_pair[pair], MOST_OWN_ROWS)) if pair in enough else _shared_fit(pair[1], by_pair)
+        for pair in needed
+    )
     return tuple(one for one in fits if len(one.runs) >= LEAST_ROWS)
+
+
+def _thinned(runs: Sequence[Run], most: int) -> tuple[Run, ...]:
+    """At most so many runs, evenly picked."""
+    return tuple(runs[:: -(-len(runs) // most)])
 
 
 def _shared_fit(architecture: str, by_pair: Mapping[Pair, Sequence[Run]]) -> TimeFit:
     """All frameworks of an architecture, each with the same weight."""
-    kept = [runs[:: -(-len(runs) // MOST_ROWS)] for pair, runs in by_pair.items() if pair[1] == architecture]
+    kept = [_thinned(runs, MOST_ROWS) for pair, runs in by_pair.items() if pair[1] == architecture]
     total = sum(map(len, kept))
     weights = [total / (len(kept) * len(runs)) for runs in kept for _ in runs]
     return TimeFit((ANY, architecture), tuple(run for runs in kept for run in runs), tuple(weights))

@@ -19,7 +19,7 @@ from planner.fidelity.remarks import Remarks, RowKey
 from planner.fidelity.rows import Run
 from planner.spec.calibration import Constants
 
-FOLDS = 10
+FOLDS = 5
 SOURCE = "cross-validation"
 _FoldTimes = dict[int, dict[Pair, tuple[Constants, int]]]
 

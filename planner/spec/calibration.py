@@ -69,6 +69,9 @@ class Constants:
 
 
 DEFAULT = Constants()
+ANY = "*"
+"""The framework of constants that stand for all others."""
+OURS = "planner"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,19 +89,18 @@ class Calibration:
 def constants_for(framework: str, architecture: str, calibrations: tuple[Calibration, ...] | None = None) -> Constants:
     """The fitted constants of a framework on an architecture, else of that architecture, else the defaults.
 
+    Our own executor takes what was fitted to its own runs, or the defaults: what others' runtimes cost besides kernels
+    and links is not its.
+
     Args:
         framework: name of `planner.spec.frameworks`.
         architecture: of the device catalogue, such as ``Ampere``.
         calibrations: None: those that come with the package.
     """
-    table = {
-        (one.framework, one.architecture): one.constants
-        for one in (shipped() if calibrations is None else calibrations)
-    }
-    for key in ((framework, architecture), ("*", architecture), (framework, "*")):
-        if key in table:
-            return table[key]
-    return DEFAULT
+    known = shipped() if calibrations is None else calibrations
+    table = {(one.framework, one.architecture): one.constants for one in known}
+    own, shared = (framework, architecture), (ANY, architecture)
+    return table.get(own) or (DEFAULT if framework == OURS else table.get(shared, DEFAULT))
 
 
 @cache
