@@ -38,4 +38,5 @@ SYNTHESIZED = ScheduleEntry(
     most_virtual_stages=None,
     takes_sequence_chunks=True,
     needs_durations=True,
+    runnable=True,
 )

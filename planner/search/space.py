@@ -1,4 +1,6 @@
-"""The layouts of a workload: every mix of degrees, micro-batch size and schedule that the executor can run.
+"""The layouts of a workload: every mix of degrees, micro-batch size and schedule that the search may choose.
+
+The executor runs more: several stages per rank, and schedules whose bounds are not known.
 
 (D1)  data x tensor x pipeline = devices                                                      -> layouts()
 (D2)  global batch = data x micro-batch size x micro-batches                                  -> layouts()
@@ -14,7 +16,8 @@ from dataclasses import dataclass
 
 from planner.cost import Workload
 from planner.errors import UnknownNameError, UnsupportedError
-from planner.schedule import canonical_name, names
+from planner.schedule import canonical_name
+from planner.search.bounds import BOUNDED
 from planner.spec.job import WHOLE_PARAMETERS, Constraint, Job, Range, Scalar, allows
 from planner.spec.layout import Layout
 
@@ -25,7 +28,7 @@ FIXED: dict[str, Scalar] = {
     "zero_stage": 0,
     "sequence_parallel": False,
 }
-"""Layout fields that the executor runs with one value only."""
+"""Layout fields that the search chooses with one value only."""
 RECOMPUTE_WISHES = ("none", "selective", "full", "per-layer")
 
 
@@ -42,7 +45,7 @@ def layouts(work: Workload) -> Space:
     """All layouts of a workload that the job's constraints permit: equations (D1) to (D5).
 
     Raises:
-        UnsupportedError: a constraint asks for what the executor cannot run.
+        UnsupportedError: a constraint asks for what the search does not choose.
         UnknownNameError: a constraint names an unknown schedule.
     """
     constraints = dict(work.job.constraints)
@@ -54,11 +57,11 @@ def layouts(work: Workload) -> Space:
 
 
 def check_constraints(job: Job) -> None:
-    """Refuse constraints that no runnable layout can meet, saying which field and value."""
+    """Refuse constraints that no layout of the search can meet, saying which field and value."""
     for field, value in FIXED.items():
         if not allows(job.constraints.get(field), value):
             raise UnsupportedError(
-                f"{field} must be {value}: the executor runs no other, got {_text(job.constraints[field])}.",
+                f"{field} must be {value}: the search chooses no other, got {_text(job.constraints[field])}.",
                 field=f"job.constraints.{field}",
                 mend=f"remove the constraint, or give {value}; `planner predict` prices more layouts than run.",
             )
@@ -84,15 +87,15 @@ def _canonical_schedules(constraint: Constraint) -> Constraint:
         raise UnknownNameError(
             f"{_text(constraint)} is no schedule.",
             field="job.constraints.schedule",
-            mend=f"use one of {', '.join(names(runnable_only=True))}.",
+            mend=f"use one of {', '.join(BOUNDED)}.",
         )
     wanted = tuple(canonical_name(str(value)) for value in values)
-    unable = [name for name in wanted if name not in names(runnable_only=True)]
+    unable = [name for name in wanted if name not in BOUNDED]
     if unable:
         raise UnsupportedError(
-            f"the executor does not run the schedule {unable[0]!r} yet.",
+            f"the search does not choose the schedule {unable[0]!r} yet.",
             field="job.constraints.schedule",
-            mend=f"use one of {', '.join(names(runnable_only=True))}; `planner schedule` simulates the others.",
+            mend=f"use one of {', '.join(BOUNDED)}; `planner predict` prices a layout with any other.",
         )
     return wanted
 
@@ -114,7 +117,7 @@ def _candidates(work: Workload) -> Iterator[Layout]:
             data = work.devices // (tensor * pipeline)
             if pipeline > layer_count or batch % (data * micro_batch_size):
                 continue
-            for schedule in names(runnable_only=True):
+            for schedule in BOUNDED:
                 yield Layout(
                     data_parallel_degree=data,
                     tensor_parallel_degree=tensor,

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -18,12 +19,21 @@ from torch.distributed.tensor import DTensor
 from planner.executor import Executor, replicas
 from planner.executor.materialise import materialise
 from planner.executor.reference import train_reference
+from planner.schedule import Durations, synthesize
 from profiler.models import ModelSource
 from tests.executor.plans import GRAPHS, make_plan, source_of
 
 STEPS = 6
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 STEEP_LOSS = "tests.executor.plans:steep_loss"
+
+
+def synthesized() -> tuple[tuple[str, ...], ...]:
+    """An order that no name has: the best for unequal stages in a V, of which a rank holds no more than four units."""
+    times = Durations(forward=(2, 1, 1, 3), backward_input=(1, 2, 1, 2), backward_weight=(1, 1, 2, 2))
+    found = synthesize(times, ranks=2, micro_batches=3, virtual_stages=2, memory_limit=4)
+    assert found is not None
+    return found.schedule.to_text()
 
 
 @dataclass(frozen=True)
@@ -36,6 +46,8 @@ class Case:
     clip: float | None = None
     loss: str | None = None
     steps: int = STEPS
+    actions: Callable[[], tuple[tuple[str, ...], ...]] = tuple
+    """Of a schedule without a name."""
     learning_rate: float = 3e-4
 
 
@@ -78,7 +90,52 @@ FOUR_RANKS = {
 FOUR_RANKS_IN_FP16 = {
     "dp2-pp2-fp16-mixed": Case("gpt2", (3, 3), {"data": 2, "precision": "fp16-mixed"}, clip=0.5, loss=STEEP_LOSS),
 }
-CASES = {2: TWO_RANKS, 4: {**FOUR_RANKS, **FOUR_RANKS_IN_FP16}}
+SHORT: dict[str, Any] = {"steps": 2, "learning_rate": 1e-3}
+ONE_STEP: dict[str, Any] = {"steps": 1, "learning_rate": 1.0}
+"""One step of plain SGD with rate 1 moves every parameter by its gradient."""
+IN_A_V: dict[str, Any] = {"pipeline": 2, "schedule": "zb-v"}
+IN_A_LOOP: dict[str, Any] = {"pipeline": 2, "schedule": "interleaved-1f1b"}
+SCHEDULES = {
+    name: Case("llama", sizes, {"pipeline": 2, "schedule": name}, **SHORT)
+    for sizes, found in {
+        (3, 3): ("torchgpipe", "eager-1f1b", "1f1b-overlap", "zb-h1", "zb-h1-fused", "zb-h2"),
+        (1, 2, 2, 1): ("interleaved-1f1b", "interleaved-memory-optimised", "looped-bfs", "hanayo", "zb-v", "dualpipev"),
+    }.items()
+    for name in found
+}
+SCHEDULES["synthesized"] = Case(
+    "llama",
+    (2, 2, 1, 1),
+    {"pipeline": 2, "schedule": "synthesized", "micro_batches": 3},
+    actions=synthesized,
+    **SHORT,
+)
+"""Every schedule that the executor runs, besides gpipe and 1f1b."""
+SCHEDULE_FEATURES = {
+    "tied-on-one-rank": Case(
+        "gpt2", (1, 2, 2, 1), {**IN_A_V, "optimizer": "sgd", "micro_batches": 3}, clip=0.5, **ONE_STEP
+    ),
+    "tied-across-ranks": Case(
+        "gpt2", (2, 1, 1, 2), {**IN_A_LOOP, "optimizer": "sgd", "micro_batches": 2}, clip=0.5, **ONE_STEP
+    ),
+    "recompute-in-a-loop": Case("gpt2", (2, 1, 1, 2), {**IN_A_LOOP, "recompute": {1: "full", 3: "selective"}}, **SHORT),
+    "skips-and-batch-norm": Case("unet", (2, 2, 2, 2), {**IMAGES, **IN_A_V}, steps=3, learning_rate=0.05),
+    # A position bias that several layers use, and an embedding that no input of its stage leads to.
+    "encoder-decoder": Case("t5", (2, 2, 2, 1), {**IN_A_V, "micro_batch_size": 2}, clip=0.5, **SHORT),
+}
+SPREAD_SCHEDULES = {
+    "dp2-zb-v": Case("gpt2", (1, 2, 2, 1), {**IN_A_V, "data": 2}, clip=0.5, **SHORT),
+    "dp2-zb-h1": Case("llama", (3, 3), {"schedule": "zb-h1", "data": 2, "optimizer": "sgd"}, **ONE_STEP),
+    "dp2-loop": Case("llama", (2, 1, 1, 2), {**IN_A_LOOP, "data": 2}, **SHORT),
+    "tp2-zb-v": Case("tied-llama", (1, 2, 2, 1), {**IN_A_V, "tensor": 2}, clip=0.5, **SHORT),
+    "tp2-zb-h2": Case("qwen3", (2, 4), {"schedule": "zb-h2", "tensor": 2}, **SHORT),
+    "pp4-loop": Case("unet", (1,) * 8, {**IMAGES, **IN_A_LOOP, "pipeline": 4}, steps=2, learning_rate=0.2),
+    "pp4-zb-v": Case("unet", (1,) * 8, {**IMAGES, **IN_A_V, "pipeline": 4}, steps=2, learning_rate=0.2),
+}
+CASES = {
+    2: {**TWO_RANKS, **SCHEDULES, **SCHEDULE_FEATURES},
+    4: {**FOUR_RANKS, **FOUR_RANKS_IN_FP16, **SPREAD_SCHEDULES},
+}
 
 
 def run(case: Case) -> dict[str, Any]:
@@ -86,7 +143,7 @@ def run(case: Case) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp())
     source = source_of(case.model, folder)
     names = [layer.name for layer in source.cut().layers]
-    plan = make_plan(names, case.sizes, **case.options)
+    plan = make_plan(names, case.sizes, actions=case.actions(), **case.options)
     data = "synthetic" if case.model in ("mlp", *GRAPHS) else "stdlib"
     settings: dict[str, Any] = {"data": data, "seed": 5, "max_gradient_norm": case.clip}
     settings |= {"learning_rate": case.learning_rate, "loss": case.loss}

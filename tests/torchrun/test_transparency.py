@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from planner.executor.scaling import INITIAL_SCALE
-from tests.torchrun.cases import FOUR_RANKS, STEPS, TWO_RANKS
+from planner.schedule import names
+from tests.torchrun.cases import FOUR_RANKS, SCHEDULE_FEATURES, SCHEDULES, SPREAD_SCHEDULES, STEPS, TWO_RANKS
 
 pytestmark = pytest.mark.torchrun
 
@@ -64,6 +65,23 @@ def test_two_ranks_train_as_one_process(case: str, two_ranks: dict[str, Any]) ->
         assert two_ranks[case]["moved"] > 100 * TOLERANCE
     else:
         _check(two_ranks[case])
+
+
+@pytest.mark.parametrize("case", [*SCHEDULES, *SCHEDULE_FEATURES])
+def test_schedules_train_as_one_process(case: str, two_ranks: dict[str, Any]) -> None:
+    """Whatever the order of a step and wherever its stages stand: the same losses and parameters."""
+    _check(two_ranks[case])
+
+
+@pytest.mark.parametrize("case", SPREAD_SCHEDULES)
+def test_schedules_train_as_one_process_on_every_axis(case: str, four_ranks: dict[str, Any]) -> None:
+    """Replicas and shards see split backwards and several stages per rank as they see all others."""
+    _check(four_ranks[case])
+
+
+def test_every_runnable_schedule_has_a_case() -> None:
+    """The flag in the catalogue is a promise."""
+    assert {"gpipe", "1f1b", *SCHEDULES} == set(names(runnable_only=True))
 
 
 @pytest.mark.parametrize("case", FOUR_RANKS)
