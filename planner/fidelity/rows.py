@@ -2,7 +2,7 @@
 
 What a row leaves out is filled by rule, the same for all rows, never per row:
 
-    gpus                tensor x pipeline x context x data degree
+    gpus                tensor x pipeline x context x data degree; one node where the data degree is blank too
     data degree         gpus / (tensor x pipeline x context)
     micro-batch size    global batch / (data degree x micro-batches), and each of the three from the others
     feed-forward size   4 x hidden; kv heads = heads; vocabulary 50,304 (GPT-2's, padded)
@@ -259,12 +259,13 @@ def _layout(row: Row) -> tuple[Layout, int]:
         raise OutOfScope("no layout (degrees)")
     if pipeline > _needed(row, "layers"):
         raise OutOfScope("no layout (more stages than layers)")
-    if "gpu count unknown" in row["notes"].lower():
-        raise OutOfScope("no layout (number of GPUs)")
     model = tensor * pipeline * context
     expert = _whole(row, "ep") or 1
     if gpus is None and data is None:
-        gpus = max(model, model * (max(expert, (_whole(row, "gpus_per_node") or 1) // model)))
+        node = _whole(row, "gpus_per_node") or 1
+        if model * expert >= node and "gpu count unknown" in row["notes"].lower():
+            raise OutOfScope("no layout (number of GPUs)")
+        gpus = max(model, model * max(expert, node // model))
     if data is None or (gpus is not None and data * model != gpus):
         data = max(1, (gpus or model) // model)
     if gpus is not None and data * model != gpus:
