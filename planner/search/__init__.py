@@ -1,6 +1,7 @@
 """Which layout wins, and the proof."""
 
 from planner.search.account import Account, RankAccount, StageAccount, account
+from planner.search.given import plan_layout
 from planner.search.planning import make_request, plan, predict
 from planner.search.result import Callbacks, Progress
 
@@ -13,5 +14,6 @@ __all__ = [
     "account",
     "make_request",
     "plan",
+    "plan_layout",
     "predict",
 ]

@@ -20,7 +20,7 @@ from planner.cost import (
     workload,
 )
 from planner.errors import LayoutError, MismatchError, UnsupportedError
-from planner.schedule import Schedule, canonical_name
+from planner.schedule import Schedule, canonical_name, find
 from planner.search.explain import alternatives, explanation, misses, predictions, with_recompute
 from planner.search.inside import LayoutSearch, solve_layout
 from planner.search.result import Callbacks, Found
@@ -181,6 +181,7 @@ def predict(
     plain = Layout.model_validate(
         layout.model_dump(exclude={"layers_per_stage"}) | {"schedule": canonical_name(layout.schedule)}
     )
+    _check_virtual_stages(plain)
     costs = layout_costs(work, plain)
     _check_stages(layout, costs)
     return _forecast(costs, _stage_map(costs, layout.layers_per_stage))
@@ -190,6 +191,16 @@ def _stage_map(costs: LayoutCosts, counts: Sequence[int] | None) -> StageMap:
     if costs.layout.virtual_stages_per_rank > 1:
         return _several_per_rank(costs, counts)
     return _given(costs, counts) if counts else _fastest(costs)
+
+
+def _check_virtual_stages(layout: Layout) -> None:
+    entry, given = find(layout.schedule), layout.virtual_stages_per_rank
+    if not entry.takes_virtual_stages(given):
+        raise LayoutError(
+            f"the schedule {entry.name!r} does not put {given} stages on a rank.",
+            field="layout.virtual_stages_per_rank",
+            mend=f"give {entry.least_virtual_stages}, or another schedule.",
+        )
 
 
 def _check_stages(layout: PredictionLayout, costs: LayoutCosts) -> None:
