@@ -40,7 +40,7 @@ def test_stages_and_actions_stand_on_the_schedules_ranks(schedule: str) -> None:
 def test_id_tells_the_layout() -> None:
     """Two layouts of one request are two plans."""
     model = four_equal_layers()
-    plans = [given(model, schedule=schedule) for schedule in ("zb-h1", "zb-h2")]
+    plans = [given(model, schedule=schedule, layers_per_stage=(2, 2)) for schedule in ("zb-h1", "zb-h2")]
     assert all(isinstance(each, Plan) and each.id == each.request.id for each in plans)
     assert plans[0] != plans[1]
     assert len({each.id for each in plans if isinstance(each, Plan)}) == 2
@@ -48,7 +48,7 @@ def test_id_tells_the_layout() -> None:
 
 def test_what_does_not_fit_is_no_plan() -> None:
     """With the reason."""
-    found = given(four_equal_layers(), memory_bytes=1000, schedule="zb-h1")
+    found = given(four_equal_layers(), memory_bytes=1000, schedule="zb-h1", layers_per_stage=(2, 2))
     assert isinstance(found, Infeasible)
     assert "more than the" in found.reasons[0]
 
