@@ -9,6 +9,7 @@
     ├── ScheduleError                actions that dead-lock, are missing, doubled or out of order
     ├── UnsupportedError             a valid wish that this version cannot run or price; says what it can
     └── RunError                     a training or measuring run failed (exit code 1)
+        └── StoppedError             it was told to stop, and did (exit code 143)
 
 "No plan fits" is not an error but a result: see `planner.search.PlanResult`.
 """
@@ -99,3 +100,10 @@ class RunError(PlannerError):
 
     code = "run-failed"
     title = "The run failed"
+
+
+class StoppedError(RunError):
+    """A run was told to stop, and did."""
+
+    code = "run-stopped"
+    title = "The run was stopped"

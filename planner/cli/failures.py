@@ -9,13 +9,15 @@ import traceback
 from typing import Any
 
 from planner.cli.console import words
-from planner.errors import PlannerError, RunError, UnsupportedError
+from planner.errors import PlannerError, RunError, StoppedError, UnsupportedError
 
 DONE, FAILED, BAD_INPUT, INFEASIBLE = 0, 1, 2, 3
 INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
 PIPE_CLOSED = 141
 """128 + SIGPIPE, as shells report it."""
+STOPPED = 143
+"""128 + SIGTERM, as shells report it."""
 
 REPORT_TO = "the issue tracker of this project"
 
@@ -52,7 +54,9 @@ def _without_torch(error: Exception) -> Exception:
 
 
 def exit_code(error: Exception) -> int:
-    """2 when the user's input can be mended, 1 when the work itself failed."""
+    """2 when the user's input can be mended, 1 when the work itself failed, 143 when it was told to stop."""
+    if isinstance(error, StoppedError):
+        return STOPPED
     return BAD_INPUT if isinstance(error, PlannerError) and not isinstance(error, RunError) else FAILED
 
 

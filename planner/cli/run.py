@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from planner.cli.arguments import (
     add_json,
@@ -17,6 +18,7 @@ from planner.cli.console import STDOUT, check_output, data, to_json, words, writ
 from planner.cli.failures import DONE
 from planner.cli.run_text import run_text
 from planner.errors import DocumentError
+from planner.executor.settings import DEFAULT_KEEP
 from planner.spec import MeasuredRun, Plan, read
 
 LOCAL_ONLY = ("output", "metrics", "reference_steps")
@@ -46,6 +48,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="a rank waits no longer for others",
     )
+    add_option(parser, "--checkpoint-dir", str, metavar="D", help="keep checkpoints in this folder")
+    add_option(
+        parser,
+        "--checkpoint-every",
+        positive_int,
+        metavar="N",
+        help="keep one after every N steps (always: after the last, and on SIGTERM)",
+    )
+    add_option(parser, "--keep", positive_int, default=DEFAULT_KEEP, metavar="K", help="keep the K newest checkpoints")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is any")
     add_output(parser, "write measured.json to FILE")
     add_option(parser, "--metrics", str, metavar="FILE", help="write one JSON line per step to FILE")
     add_option(
@@ -110,7 +122,12 @@ def _train(plan: Plan, model: str, arguments: argparse.Namespace) -> MeasuredRun
         log=words,
         reference_steps=arguments.reference_steps or 0,
         timeout_seconds=arguments.timeout,
+        **_checkpoints(arguments),
     )
+
+
+def _checkpoints(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name in ("checkpoint_dir", "checkpoint_every", "keep", "resume")}
 
 
 def _print_commands(plan: Plan, model: str, arguments: argparse.Namespace) -> None:
@@ -137,6 +154,7 @@ def _print_commands(plan: Plan, model: str, arguments: argparse.Namespace) -> No
         max_gradient_norm=arguments.max_gradient_norm,
         device=arguments.device,
         timeout_seconds=arguments.timeout,
+        **_checkpoints(arguments),
     )
     words(f"start one of these {len(lines)} commands on each node; MASTER_ADDR is the address of the first node")
     data(to_json({"commands": list(lines)}) if arguments.json else "\n".join(lines))

@@ -16,12 +16,14 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from planner.errors import DocumentError, MismatchError, RunError, UnsupportedError
 from planner.executor.build import boundaries, build_rank, stage_ranges
+from planner.executor.checkpoint import Checkpoints
 from planner.executor.data import DataSpec, load_dataset
 from planner.executor.loss import load_loss
 from planner.executor.memory import peak_bytes, reset_peak
 from planner.executor.mesh import build_mesh
 from planner.executor.report import gather, rank_of
-from planner.executor.settings import DEFAULT_LEARNING_RATE, DEFAULT_TIMEOUT_SECONDS
+from planner.executor.settings import DEFAULT_LEARNING_RATE, DEFAULT_TIMEOUT_SECONDS, CheckpointPolicy
+from planner.executor.stopping import StopRequest
 from planner.executor.support import check_plan, check_world
 from planner.executor.training import Metrics, Trainer
 from planner.spec.document import read
@@ -83,26 +85,56 @@ class Executor:
             learning_rate=learning_rate,
             loss=load_loss(loss, self.source.input_kind),
         )
+        self._seed = seed
         dataset = load_dataset(data, data_spec(self.plan, self.source), seed=seed)
         self._trainer = Trainer(self.plan, self.part, self.mesh, dataset, device=self.device, clip=max_gradient_norm)
 
     def train(
-        self, steps: int, *, metrics: str | Path | None = None, on_step: Callable[[Metrics], None] | None = None
+        self,
+        steps: int,
+        *,
+        metrics: str | Path | None = None,
+        on_step: Callable[[Metrics], None] | None = None,
+        checkpoints: CheckpointPolicy | None = None,
     ) -> MeasuredRun:
-        """Train from step 0 and return what happened, the same on every rank.
+        """Train up to this step and return what happened, the same on every rank.
 
         Args:
+            steps: to train in all, those before a checkpoint that this run goes on from among them.
             metrics: file for one JSON line per step, written by rank 0.
             on_step: called on rank 0 after every step.
+            checkpoints: where to keep them. With them, SIGTERM ends the run after the step at hand (`stopped`).
+
+        Raises:
+            DocumentError: the checkpoint folder cannot be used, or its newest checkpoint is of the last step already.
+            MismatchError: the checkpoint was trained otherwise.
+            RunError: it is damaged; or the loss is not a number any more.
         """
         if steps < 1:
             raise DocumentError(f"cannot be {steps}.", field="steps", mend="give a whole number of at least 1.")
+        keeper, first = self._keeper(checkpoints), 0
+        if keeper is not None:
+            first = keeper.resume()
+            _check_steps_left(first, steps)
         reset_peak(self.device)
-        with _reporter(self.mesh.rank == 0, metrics, on_step) as report:
-            records = self._trainer.train(steps, report)
+        with (
+            _reporter(self.mesh.rank == 0, metrics, on_step, first) as report,
+            nullcontext(None) if keeper is None else StopRequest() as asked_to_stop,
+        ):
+            records = self._trainer.train(steps, report, first=first, keeper=keeper, asked_to_stop=asked_to_stop)
         peak = peak_bytes(self.device)
         mine = rank_of(self.part.module, self.part.optimizer, self.mesh, peak_bytes=peak)
-        return gather(self.plan, self.source.name, self.device, mine, records)
+        return gather(self.plan, self.source.name, self.device, mine, records, first)
+
+    @property
+    def stopped(self) -> bool:
+        """The last training was told to stop, and did so before its last step."""
+        return self._trainer.stopped
+
+    def _keeper(self, policy: CheckpointPolicy | None) -> Checkpoints | None:
+        if policy is None:
+            return None
+        return Checkpoints(policy, self.plan, self.source, self.part, self.mesh, seed=self._seed)
 
     def close(self) -> None:
         """Leave the process group, when this executor made it."""
@@ -199,12 +231,35 @@ def _join(device: torch.device, timeout_seconds: float) -> bool:
     return True
 
 
+def _check_steps_left(first: int, steps: int) -> None:
+    if first >= steps:
+        raise DocumentError(
+            f"are {steps}, and the checkpoint has {first} of them trained.",
+            field="steps",
+            mend=f"give more than {first}: those before the checkpoint count.",
+        )
+
+
+def _lines_before(path: Path, step: int) -> str:
+    """The lines of a metrics file that stand before a step."""
+    if step == 0 or not path.is_file():
+        return ""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return "".join(line for line in lines if json.loads(line)["step"] < step)
+
+
 @contextmanager
 def _reporter(
-    is_first: bool, path: str | Path | None, on_step: Callable[[Metrics], None] | None
+    is_first: bool, path: str | Path | None, on_step: Callable[[Metrics], None] | None, first: int
 ) -> Iterator[Callable[[Metrics], None]]:
-    """What rank 0 does after every step: write a line at once, so that a reader can follow, and tell the caller."""
+    """What rank 0 does after every step: write a line at once, so that a reader can follow, and tell the caller.
+
+    A run that goes on from a checkpoint keeps the lines of the steps before it.
+    """
+    kept = _lines_before(Path(path), first) if path is not None and is_first else ""
     with nullcontext() if path is None or not is_first else Path(path).open("w", encoding="utf-8") as file:
+        if file is not None:
+            file.write(kept)
 
         def report(metrics: Metrics) -> None:
             if file is not None:

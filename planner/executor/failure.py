@@ -10,9 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import planner.errors
-from planner.errors import PlannerError, Problem, RunError
+from planner.errors import PlannerError, Problem, RunError, StoppedError
 
 SHOWN_LINES = 15
+STOPPED_NOTE = "stopped.json"
 
 
 def write_failure(folder: Path, rank: int, error: Exception) -> None:
@@ -26,6 +27,27 @@ def write_failure(folder: Path, rank: int, error: Exception) -> None:
         "text": "".join(traceback.format_exception(error)),
     }
     (folder / f"rank-{rank}.json").write_text(json.dumps(report), encoding="utf-8")
+
+
+def write_stopped(folder: Path, step: int, checkpoint: Path) -> None:
+    """Leave word of the checkpoint that a run wrote before it stopped."""
+    note = json.dumps({"step": step, "checkpoint": str(checkpoint)})
+    (folder / STOPPED_NOTE).write_text(note, encoding="utf-8")
+
+
+def read_stopped(folder: Path) -> StoppedError:
+    """The error of a run that was told to stop, with the checkpoint that it left, if it left one."""
+    path = folder / STOPPED_NOTE
+    if not path.exists():
+        return StoppedError(
+            "the run was told to stop (SIGTERM), and kept nothing of the steps since the last checkpoint.",
+            mend="keep checkpoints (checkpoint_dir), of steps shorter than torchrun's grace of 30 seconds.",
+        )
+    note = json.loads(path.read_text(encoding="utf-8"))
+    return StoppedError(
+        f"the run was told to stop (SIGTERM), and did after {note['step']} steps, kept in {note['checkpoint']}.",
+        mend="resume to go on.",
+    )
 
 
 def read_failure(folder: Path, stderr: str) -> PlannerError:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
-from planner.errors import LayoutError, PlannerError, RunError, UnsupportedError
-from planner.executor.failure import read_failure
-from planner.executor.settings import DEFAULT_LEARNING_RATE, DEFAULT_TIMEOUT_SECONDS, RunSettings
+from planner.errors import DocumentError, LayoutError, PlannerError, RunError, UnsupportedError
+from planner.executor.checkpoint_folder import check_policy
+from planner.executor.failure import STOPPED_NOTE, read_failure, read_stopped
+from planner.executor.settings import DEFAULT_KEEP, DEFAULT_LEARNING_RATE, DEFAULT_TIMEOUT_SECONDS, RunSettings
 from planner.executor.support import check_plan
 from planner.spec.document import read
 from planner.spec.job import Precision
@@ -47,12 +51,17 @@ def run_plan(
     log: Log = lambda line: None,
     reference_steps: int = 0,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    checkpoint_dir: str | None = None,
+    checkpoint_every: int | None = None,
+    keep: int = DEFAULT_KEEP,
+    resume: bool = False,
 ) -> MeasuredRun:
     """Train with torchrun on this machine and return what happened.
 
     Args:
         plan_path: the plan's file; None: a temporary one is written.
-        model, data, loss, seed, learning_rate, max_gradient_norm, device, timeout_seconds: see `RunSettings`.
+        model, data, loss, seed, learning_rate, max_gradient_norm, device, timeout_seconds, checkpoint_dir,
+            checkpoint_every, keep, resume: see `RunSettings`.
         output: where to write the report too.
         metrics: file for one JSON line per step.
         log: takes one line of text per step.
@@ -61,7 +70,9 @@ def run_plan(
     Raises:
         MismatchError: a plan of another model.
         UnsupportedError: the plan needs several nodes, or something that the executor does not carry out.
+        DocumentError: the checkpoint folder cannot be used.
         RunError: a rank failed, or the losses are not those of the single process.
+        StoppedError: the run was told to stop (SIGTERM), and did.
     """
     settings = RunSettings(
         model=model,
@@ -73,7 +84,12 @@ def run_plan(
         max_gradient_norm=max_gradient_norm,
         device=device,
         timeout_seconds=timeout_seconds,
+        checkpoint_dir=checkpoint_dir,
+        checkpoint_every=checkpoint_every,
+        keep=keep,
+        resume=resume,
     )
+    _check_resume(settings, reference_steps)
     check_plan(plan)
     _check_one_node(plan)
     _check_model(plan, model)
@@ -140,6 +156,17 @@ def _check_one_node(plan: Plan) -> None:
         )
 
 
+def _check_resume(settings: RunSettings, reference_steps: int) -> None:
+    if settings.resume and reference_steps:
+        raise DocumentError(
+            "are the first ones of a training, which a run that resumes does not make.",
+            field="reference_steps",
+            mend="compare a run from the start.",
+        )
+    if settings.checkpoints is not None:
+        check_policy(settings.checkpoints)
+
+
 def _check_model(plan: Plan, model: str) -> None:
     from planner.executor.executor import check_model
     from profiler.models import load_model
@@ -162,12 +189,12 @@ def _torchrun(
     command += ["--failures", str(folder)]
     if metrics is not None:
         command += ["--metrics", str(metrics)]
-    with _started(command, _environment(plan), folder / "stderr.txt") as process:
+    with _started(command, _environment(plan), folder / "stderr.txt") as process, _passing_on(process) as asked_to_stop:
         assert process.stdout is not None
         for line in process.stdout:
             log(_describe(line))
     if process.returncode != 0 or not output.exists():
-        raise _failure(folder)
+        raise read_stopped(folder) if asked_to_stop or (folder / STOPPED_NOTE).exists() else _failure(folder)
     return read(MeasuredRun, output)
 
 
@@ -187,6 +214,26 @@ def _started(command: list[str], environment: dict[str, str], stderr: Path) -> I
         except BaseException:
             process.terminate()
             raise
+
+
+@contextmanager
+def _passing_on(process: subprocess.Popen[str]) -> Iterator[list[int]]:
+    """Within, SIGTERM goes to the child, whose ranks may want to keep what they have; yields the signals passed on."""
+    passed: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        passed.append(number)
+        process.terminate()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield passed
+        return
+    before = signal.signal(signal.SIGTERM, pass_on)
+    try:
+        yield passed
+        process.wait()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _environment(plan: Plan) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from planner.errors import UnsupportedError
 from planner.executor.sharding import local
 
 MOMENTUM = 0.9
+MASTER = "master"
+"""Name of the master copy among a parameter's states."""
 
 COMPUTE_DTYPE: dict[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -99,7 +101,8 @@ class Optimizer:
     def __init__(
         self, module: nn.Module, *, name: str, precision: str, learning_rate: float, hidden: Collection[str] = ()
     ) -> None:
-        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self._names, self._parameters = list(named), list(named.values())
         dtype = COMPUTE_DTYPE[precision]
         self._masters = [p.detach().clone() for p in self._parameters] if precision in MASTER_COPY else []
         for parameter in module.parameters():
@@ -133,6 +136,34 @@ class Optimizer:
             for parameter in self._parameters:
                 if parameter.grad is not None:
                     parameter.grad.zero_()
+
+    @property
+    def trained(self) -> dict[str, torch.Tensor]:
+        """What the optimizer works on, by the parameter's name: its master copy, or the parameter itself."""
+        return dict(zip(self._names, self._masters or self._parameters, strict=True))
+
+    def named_states(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Every state by the parameter's name and its own; a master copy is the state `master`."""
+        held = self._optimizer.state if self._optimizer is not None else {}
+        return {
+            name: {
+                **{key: value for key, value in held.get(tensor, {}).items() if isinstance(value, torch.Tensor)},
+                **({MASTER: tensor.detach()} if self._masters else {}),
+            }
+            for name, tensor in self.trained.items()
+        }
+
+    def set_states(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Go on with states that `named_states` gave, whatever was before."""
+        if self._optimizer is None:
+            return
+        for name, tensor in self.trained.items():
+            given = dict(states.get(name, {}))
+            master = given.pop(MASTER, None)
+            if master is not None:
+                tensor.detach().copy_(master)
+            if given:
+                self._optimizer.state[tensor] = given
 
     @property
     def bytes(self) -> int:

@@ -54,7 +54,9 @@ def rank_of(module: nn.Module, optimizer: Optimizer, mesh: Mesh, *, peak_bytes: 
     )
 
 
-def gather(plan: Plan, model: str, device: torch.device, mine: MeasuredRank, records: list[StepRecord]) -> MeasuredRun:
+def gather(
+    plan: Plan, model: str, device: torch.device, mine: MeasuredRank, records: list[StepRecord], first_step: int = 0
+) -> MeasuredRun:
     """The document of the whole run, on every rank; a collective call.
 
     A step takes as long as its slowest rank. The timeline is that of the step nearest to the median.
@@ -72,6 +74,7 @@ def gather(plan: Plan, model: str, device: torch.device, mine: MeasuredRank, rec
         model=model,
         devices=f"{len(reports)} x {device_name(device)}",
         steps=len(records),
+        first_step=first_step,
         losses=tuple(record.loss for record in records),
         step_seconds=tuple(seconds),
         median_step_seconds=median,

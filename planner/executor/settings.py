@@ -5,11 +5,35 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from planner.errors import DocumentError
 
 DEFAULT_LEARNING_RATE = 3e-4
 DEFAULT_TIMEOUT_SECONDS = 300.0
+DEFAULT_KEEP = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointPolicy:
+    """Where and when checkpoints are kept; one is always written after the last step, and when the run is told to stop.
+
+    Raises:
+        DocumentError: a number out of its range.
+    """
+
+    directory: Path
+    """On a file system that all ranks share."""
+    every: int | None = None
+    """Steps between two checkpoints; None: none before the last step."""
+    keep: int = DEFAULT_KEEP
+    """The newest ones; older ones are removed."""
+    resume: bool = False
+    """Go on from the newest one, if there is any."""
+
+    def __post_init__(self) -> None:
+        _check("checkpoint_every", self.every, self.every is None or self.every >= 1, "a whole number of at least 1")
+        _check("keep", self.keep, self.keep >= 1, "a whole number of at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +59,11 @@ class RunSettings:
     """``cpu`` or ``cuda``; None: CUDA where there is any."""
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
     """A rank that waits longer for another gives up."""
+    checkpoint_dir: str | None = None
+    """See `CheckpointPolicy`; None: no checkpoints."""
+    checkpoint_every: int | None = None
+    keep: int = DEFAULT_KEEP
+    resume: bool = False
 
     def __post_init__(self) -> None:
         _check("steps", self.steps, self.steps >= 1, "a whole number of at least 1")
@@ -42,6 +71,22 @@ class RunSettings:
         for name in ("learning_rate", "timeout_seconds", "max_gradient_norm"):
             value = getattr(self, name)
             _check(name, value, value is None or (math.isfinite(value) and value > 0), "a number above 0")
+        if self.checkpoints is None and (self.checkpoint_every is not None or self.resume or self.keep != DEFAULT_KEEP):
+            raise DocumentError(
+                "tells how to keep checkpoints, but there is no word where.",
+                field=next(
+                    name for name in ("resume", "checkpoint_every", "keep") if getattr(self, name) not in (False, None)
+                ),
+                mend="give checkpoint_dir too.",
+            )
+
+    @property
+    def checkpoints(self) -> CheckpointPolicy | None:
+        """Where and when checkpoints are kept; None: none are."""
+        if self.checkpoint_dir is None:
+            return None
+        directory = Path(self.checkpoint_dir)
+        return CheckpointPolicy(directory=directory, every=self.checkpoint_every, keep=self.keep, resume=self.resume)
 
     def to_arguments(self) -> list[str]:
         """As command-line arguments, defaults left out."""
@@ -49,18 +94,23 @@ class RunSettings:
         for field in fields(self):
             value = getattr(self, field.name)
             if value != field.default:
-                arguments += [f"--{field.name.replace('_', '-')}", str(value)]
+                option = f"--{field.name.replace('_', '-')}"
+                arguments += [option] if value is True else [option, str(value)]
         return arguments
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         """Teach a parser the arguments of `to_arguments`."""
-        kinds: dict[str, type] = {"steps": int, "seed": int}
+        kinds: dict[str, type] = dict.fromkeys(("steps", "seed", "checkpoint_every", "keep"), int)
         kinds |= dict.fromkeys(("learning_rate", "max_gradient_norm", "timeout_seconds"), float)
         for field in fields(RunSettings):
             required = field.name == "model"
+            option = f"--{field.name.replace('_', '-')}"
+            if field.default is False:
+                parser.add_argument(option, action="store_true")
+                continue
             parser.add_argument(
-                f"--{field.name.replace('_', '-')}",
+                option,
                 type=kinds.get(field.name, str),
                 required=required,
                 default=None if required else field.default,

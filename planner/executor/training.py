@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,6 +36,13 @@ class Metrics:
     """After the step, in fp16: it halves when the step was skipped, for its gradients overflowed."""
 
 
+class Keeper(Protocol):
+    """Keeps what was trained; every call is a collective call of all ranks."""
+
+    def after_step(self, steps: int, *, last: bool) -> None:
+        """So many steps are trained; after the last one, return when everything is kept."""
+
+
 class Trainer:
     """Runs steps of one rank's part; every call is a collective call of all ranks."""
 
@@ -47,23 +56,42 @@ class Trainer:
         self._device = device
         self._clip = clip
         self._dtype = COMPUTE_DTYPE[plan.request.job.precision]
+        self._asked_to_stop: Callable[[], bool] = _never
+        self.stopped = False
+        """Some rank was told to stop, so all did, before the last step."""
 
-    def train(self, steps: int, on_step: Callable[[Metrics], None]) -> list[StepRecord]:
-        """Run steps 0..steps-1.
+    def train(
+        self,
+        steps: int,
+        on_step: Callable[[Metrics], None],
+        *,
+        first: int = 0,
+        keeper: Keeper | None = None,
+        asked_to_stop: Callable[[], bool] | None = None,
+    ) -> list[StepRecord]:
+        """Run steps first..steps-1.
+
+        Args:
+            asked_to_stop: told to stop on one rank, all stop after the step at hand.
 
         Raises:
             RunError: the loss is not a number any more, or gradients overflow whatever the loss scale.
         """
+        self._asked_to_stop, self.stopped = asked_to_stop or _never, False
         records: list[StepRecord] = []
-        for step in range(steps):
+        for step in range(first, steps):
             records.append(self._step(step))
-            if step >= RECORDED_STEPS:
-                old = records[step - RECORDED_STEPS]
-                records[step - RECORDED_STEPS] = StepRecord(old.loss, old.seconds, ())
+            if len(records) > RECORDED_STEPS:
+                old = records[-1 - RECORDED_STEPS]
+                records[-1 - RECORDED_STEPS] = StepRecord(old.loss, old.seconds, ())
             job = self._plan.request.job
             rate = job.global_batch_size * (job.sequence_length or 1) / records[-1].seconds
             scale = self._part.scaler.scale if self._part.scaler is not None else None
             on_step(Metrics(step, records[-1].loss, records[-1].seconds, rate, scale))
+            if keeper is not None:
+                keeper.after_step(step + 1, last=self.stopped or step + 1 == steps)
+            if self.stopped:
+                break
         return records
 
     def _step(self, step: int) -> StepRecord:
@@ -129,12 +157,28 @@ class Trainer:
         """Mean over the global batch, on every rank: each replica's last stage adds its share once."""
         counts = self._part.has_last_stage and self._mesh.tensor == 0
         share = loss.double() if counts else torch.zeros_like(loss, dtype=torch.float64)
-        dist.all_reduce(share)
-        value = float(share)
-        if value != value:
-            raise RunError(
-                f"the loss of step {step} is not a number.",
-                field="loss",
-                mend="lower the learning rate, clip the gradients, or look for broken samples.",
-            )
+        # One more number in the collective that every step ends with: whether this rank was told to stop.
+        total = torch.stack([share, torch.full_like(share, self._asked_to_stop())])
+        dist.all_reduce(total)
+        value, votes = map(float, total)
+        self.stopped = votes > 0
+        # In fp16 a loss may be infinite: its gradients overflow, the scale falls, and the step is skipped.
+        if math.isnan(value) or (math.isinf(value) and self._part.scaler is None):
+            self._refuse_loss(float(share), step)
         return value
+
+    def _refuse_loss(self, share: float, step: int) -> None:
+        """Tell which ranks' losses are no numbers; every rank comes here."""
+        shares = [0.0] * self._mesh.grid.size
+        dist.all_gather_object(shares, share)
+        culprits = [rank for rank, each in enumerate(shares) if not math.isfinite(each)]
+        kind = "infinite" if all(math.isinf(shares[rank]) for rank in culprits) else "not a number"
+        raise RunError(
+            f"the loss of step {step} is {kind} on rank {', '.join(map(str, culprits))}.",
+            field="loss",
+            mend="lower the learning rate, clip the gradients, or look for broken samples.",
+        )
+
+
+def _never() -> bool:
+    return False

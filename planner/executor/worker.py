@@ -10,30 +10,35 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from planner.executor.failure import write_failure
+from planner.executor.checkpoint_folder import final_path
+from planner.executor.failure import write_failure, write_stopped
 from planner.executor.settings import RunSettings
+from planner.executor.stopping import STOPPED
 from planner.executor.training import Metrics
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train as the plan says; rank 0 prints one JSON line per step and writes the report."""
+    """Train as the plan says; rank 0 prints one JSON line per step and writes the report.
+
+    Returns:
+        0; or `STOPPED`, when the run was told to stop before its last step.
+    """
     parser = argparse.ArgumentParser(description="Train one rank of a plan; start it with torchrun.")
     parser.add_argument("plan", help="plan.json")
     parser.add_argument("--output", help="where rank 0 writes measured.json")
     parser.add_argument("--metrics", help="where rank 0 writes one JSON line per step")
-    parser.add_argument("--failures", type=Path, help="folder for the error of a rank that fails")
+    parser.add_argument("--failures", type=Path, help="folder for word of a rank that fails or stops")
     RunSettings.add_arguments(parser)
     options = parser.parse_args(arguments)
     try:
-        _train(options)
+        return _train(options)
     except Exception as error:
         if options.failures is not None:
             write_failure(options.failures, int(os.environ.get("RANK", "0")), error)
         raise
-    return 0
 
 
-def _train(options: argparse.Namespace) -> None:
+def _train(options: argparse.Namespace) -> int:
     from planner.executor.executor import Executor
 
     settings = RunSettings.from_arguments(options)
@@ -48,10 +53,15 @@ def _train(options: argparse.Namespace) -> None:
         device=settings.device,
         timeout_seconds=settings.timeout_seconds,
     )
-    measured = executor.train(settings.steps, metrics=options.metrics, on_step=_print)
+    policy = settings.checkpoints
+    measured = executor.train(settings.steps, metrics=options.metrics, on_step=_print, checkpoints=policy)
     if executor.mesh.rank == 0 and options.output:
         Path(options.output).write_text(measured.model_dump_json(indent=1), encoding="utf-8")
+    if executor.mesh.rank == 0 and executor.stopped and policy is not None and options.failures is not None:
+        step = measured.first_step + measured.steps
+        write_stopped(options.failures, step, final_path(policy.directory, step))
     executor.close()
+    return STOPPED if executor.stopped else 0
 
 
 def _print(metrics: Metrics) -> None:

@@ -42,6 +42,8 @@ class MeasuredRun(Document):
     devices: str
     """What it ran on."""
     steps: int = Field(ge=1)
+    first_step: int = Field(default=0, ge=0)
+    """Above 0 when the run went on from a checkpoint: the steps before were trained by another run."""
     losses: tuple[float, ...]
     reference_losses: tuple[float, ...] = ()
     """Of the same first steps in a single process, when the run was compared with one."""

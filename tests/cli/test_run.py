@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from planner.executor.failure import read_stopped, write_stopped
 from planner.spec import MeasuredRun, Plan, read
 from planner.spec.measured import MeasuredRank
 from tests.cli.support import Command, tiny_cluster, tiny_job
@@ -52,7 +53,8 @@ def test_options_reach_the_launcher(planner: Command, plan_path: Path, calls: li
     """Every option is handed on."""
     words = ("--model", "m:f", "--steps", "3", "--data", "d.txt", "--seed", "7", "--learning-rate", "0.1")
     more = ("--reference-steps", "2", "--max-gradient-norm", "1", "--device", "cpu", "--timeout", "9", "--loss", "m:l")
-    assert planner("run", plan_path, *words, *more).code == 0
+    kept = ("--checkpoint-dir", "kept", "--checkpoint-every", "5", "--keep", "2", "--resume")
+    assert planner("run", plan_path, *words, *more, *kept).code == 0
     (asked,) = calls
     assert asked.pop("log") is not None
     assert asked == {
@@ -68,6 +70,10 @@ def test_options_reach_the_launcher(planner: Command, plan_path: Path, calls: li
         "metrics": None,
         "reference_steps": 2,
         "timeout_seconds": 9.0,
+        "checkpoint_dir": "kept",
+        "checkpoint_every": 5,
+        "keep": 2,
+        "resume": True,
     }
 
 
@@ -96,7 +102,9 @@ def test_the_model_must_be_known(planner: Command, plan_path: Path) -> None:
     assert "--model" in ended.err
 
 
-@pytest.mark.parametrize("option", ["--steps", "--learning-rate", "--seed", "--timeout"])
+@pytest.mark.parametrize(
+    "option", ["--steps", "--learning-rate", "--seed", "--timeout", "--checkpoint-every", "--keep"]
+)
 def test_numbers_must_make_sense(planner: Command, plan_path: Path, option: str) -> None:
     """Negative numbers are refused before anything starts."""
     ended = planner("run", plan_path, "--model", "m:f", f"{option}=-1")
@@ -133,6 +141,29 @@ def test_local_options_are_refused_for_several_nodes(planner: Command, two_node_
     ended = planner("run", two_node_plan, "--metrics", "metrics.jsonl")
     assert (ended.code, ended.out) == (2, "")
     assert "--metrics" in ended.err
+
+
+def test_a_run_that_is_stopped_tells_so(
+    planner: Command, plan_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Exit code 143, with what was kept."""
+
+    def run_plan(*arguments: Any, **options: Any) -> MeasuredRun:
+        write_stopped(tmp_path, 7, tmp_path / "step-00000007")
+        raise read_stopped(tmp_path)
+
+    monkeypatch.setattr("planner.executor.launch.run_plan", run_plan)
+    ended = planner("run", plan_path, "--model", "m:f")
+    assert (ended.code, ended.out) == (143, "")
+    assert f"after 7 steps, kept in {tmp_path / 'step-00000007'}" in ended.err
+
+
+@pytest.mark.parametrize("option", ["--resume", "--checkpoint-every=5", "--keep=9"])
+def test_checkpoints_need_a_folder(planner: Command, plan_path: Path, option: str) -> None:
+    """How to keep checkpoints means nothing without where, so it is refused before anything starts."""
+    ended = planner("run", plan_path, "--model", "m:f", option)
+    assert (ended.code, ended.out) == (2, "")
+    assert f"{option.partition('=')[0][2:].replace('-', '_')}: tells how to keep checkpoints" in ended.err
 
 
 @pytest.mark.torchrun

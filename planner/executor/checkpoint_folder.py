@@ -1,0 +1,224 @@
+"""The folder of a run's checkpoints. Torch-free, so that a launch is refused before any process starts.
+
+    DIRECTORY/step-00000010/            complete: written under another name, then renamed
+                manifest.json           what was trained, and size and sha256 of every file
+                .metadata, *.distcp     as torch.distributed.checkpoint writes them
+    DIRECTORY/.step-00000020.partial/   being written, or left by a run that was killed: ignored
+
+A file system shared by all nodes must hold it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from planner.errors import DocumentError, MismatchError, RunError
+from planner.executor.settings import CheckpointPolicy
+from planner.spec.document import Document, digest, read
+from planner.spec.plan import Plan
+
+MANIFEST = "manifest.json"
+COMPLETE = re.compile(r"step-(\d{8})")
+HASHED_BYTES = 1 << 20
+"""Read at a time."""
+
+
+class FileFacts(Document):
+    """A file as it was written."""
+
+    bytes: int = Field(ge=0)
+    sha256: str
+
+
+class ScaleState(Document):
+    """State of fp16's loss scaler."""
+
+    scale: float
+    good_steps: int
+
+
+class Trained(Document):
+    """What a run must share with the one whose checkpoint it goes on from, whatever the two plans."""
+
+    model_digest: str
+    """`profiler.models.ModelSource.digest`: sha256 over names and shapes of all parameters."""
+    optimizer: str
+    precision: str
+    global_batch_size: int
+    sequence_length: int
+    seed: int
+
+    @classmethod
+    def of(cls, plan: Plan, model_digest: str, seed: int) -> Trained:
+        """What a run of this plan trains."""
+        job = plan.request.job
+        return cls(
+            model_digest=model_digest,
+            optimizer=job.optimizer,
+            precision=job.precision,
+            global_batch_size=job.global_batch_size,
+            sequence_length=job.sequence_length,
+            seed=seed,
+        )
+
+
+class Manifest(Document):
+    """What a checkpoint is of."""
+
+    schema_version: Literal[1] = 1
+    step: int = Field(ge=1)
+    """Steps trained."""
+    samples: int = Field(ge=1)
+    """Samples read: the next step reads from this one on."""
+    plan_id: str
+    layout: str
+    """`layout_digest` of the plan."""
+    model: str
+    trained: Trained
+    loss_scale: ScaleState | None = None
+    files: dict[str, FileFacts] = Field(default_factory=dict)
+
+
+def layout_digest(plan: Plan) -> str:
+    """sha256 of where everything is computed: layout, stages and placement."""
+    parts = {name: getattr(plan, name) for name in ("layout", "stages", "placement")}
+    rows = {
+        name: part.model_dump(mode="json")
+        if isinstance(part, Document)
+        else [row.model_dump(mode="json") for row in part]
+        for name, part in parts.items()
+    }
+    return digest(rows)
+
+
+def final_path(folder: Path, step: int) -> Path:
+    """Where the complete checkpoint after this many steps stands."""
+    return folder / f"step-{step:08d}"
+
+
+def partial_path(folder: Path, step: int) -> Path:
+    """Where it stands until it is complete."""
+    return folder / f".step-{step:08d}.partial"
+
+
+def complete(folder: Path) -> list[Path]:
+    """The complete checkpoints, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if COMPLETE.fullmatch(path.name) and (path / MANIFEST).is_file())
+
+
+def check_policy(policy: CheckpointPolicy) -> None:
+    """Refuse a folder that cannot be used.
+
+    Raises:
+        DocumentError: it cannot be written, or holds another run's checkpoints and this one does not resume.
+    """
+    folder = policy.directory
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise _bad_folder(folder, f"cannot be made: {reason}.", "choose a folder that you may write to.") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise _bad_folder(folder, "cannot be written.", "choose a folder that you may write to.")
+    found = complete(folder)
+    if found and not policy.resume:
+        raise _bad_folder(
+            folder, f"already holds {found[-1].name}.", "resume from it, or keep this run's checkpoints elsewhere."
+        )
+
+
+def _bad_folder(folder: Path, message: str, mend: str) -> DocumentError:
+    return DocumentError(message, field=f"checkpoint_dir: {folder}", mend=mend)
+
+
+def clear_partial(folder: Path) -> None:
+    """Remove what killed runs left half written, or half removed."""
+    for path in folder.glob(".step-*.partial"):
+        shutil.rmtree(path)
+
+
+def publish(folder: Path, step: int, manifest: Manifest, keep: int) -> None:
+    """Make a written checkpoint complete, and remove the oldest beyond the `keep` newest ones."""
+    path = partial_path(folder, step)
+    _write_durably(path / MANIFEST, manifest.model_dump_json(indent=1))
+    os.replace(path, final_path(folder, step))
+    _sync_folder(folder)
+    for old in complete(folder)[:-keep]:
+        removed = folder / f".{old.name}.partial"  # from now on ignored: it is not removed at once
+        os.replace(old, removed)
+        shutil.rmtree(removed)
+
+
+def _write_durably(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def facts_of(path: Path) -> FileFacts:
+    """Size and sha256 of a file."""
+    hashed, size = hashlib.sha256(), 0
+    with path.open("rb") as stream:
+        while block := stream.read(HASHED_BYTES):
+            hashed.update(block)
+            size += len(block)
+    return FileFacts(bytes=size, sha256=hashed.hexdigest())
+
+
+def damaged(path: Path, manifest: Manifest, *, share: int = 0, shares: int = 1) -> list[str]:
+    """Names of the files that are not as they were written, among every `shares`-th file from `share` on."""
+    names = sorted(manifest.files)[share::shares]
+    return [name for name in names if not (path / name).is_file() or facts_of(path / name) != manifest.files[name]]
+
+
+def refuse_damaged(path: Path, names: list[str]) -> None:
+    """Raise when files are damaged.
+
+    Raises:
+        RunError: naming them.
+    """
+    if names:
+        raise RunError(
+            f"the checkpoint {path} is damaged: {', '.join(sorted(names))} is not as it was written.",
+            field="checkpoint_dir",
+            mend=f"remove {path.name}, to go on from the checkpoint before it.",
+        )
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a complete checkpoint."""
+    return read(Manifest, path / MANIFEST)
+
+
+def check_same_training(manifest: Manifest, trained: Trained) -> None:
+    """Refuse to go on with another training.
+
+    Raises:
+        MismatchError: model, optimizer, precision, batch, sequence or seed differ.
+    """
+    for field in Trained.model_fields:
+        theirs, ours = getattr(manifest.trained, field), getattr(trained, field)
+        if theirs != ours:
+            raise MismatchError(
+                f"the checkpoint of step {manifest.step} was trained with {theirs}, this run has {ours}.",
+                field=field,
+                mend="resume with the same model, job and seed; the layout may be another.",
+            )

@@ -1,0 +1,167 @@
+"""Trains with checkpoints on four ranks, goes on from them in the same and in other layouts; run as ``-m``."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from planner.errors import PlannerError
+from planner.executor import Executor
+from planner.executor.settings import CheckpointPolicy
+from planner.spec import MeasuredRun, Plan
+from profiler.models import ModelSource
+from tests.executor.plans import make_plan, source_of
+
+HALF, WHOLE = 10, 20
+SETTINGS: dict[str, Any] = {"seed": 3, "device": "cpu", "timeout_seconds": 60, "max_gradient_norm": 0.5}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "pp2-tp2": {"sizes": (2, 4), "tensor": 2, "micro_batches": 4},
+    "dp4": {"sizes": (6,), "data": 4, "micro_batches": 1},
+}
+FP16: dict[str, Any] = {"sizes": (3, 3), "data": 2, "micro_batches": 2, "precision": "fp16-mixed"}
+
+
+def plan_of(source: ModelSource, layout: dict[str, Any]) -> Plan:
+    """A plan of this model."""
+    return make_plan([layer.name for layer in source.cut().layers], **layout)
+
+
+class Runs:
+    """Runs of one model, in layouts of four ranks."""
+
+    def __init__(self, model: str, folder: Path, **settings: Any) -> None:
+        self._folder = folder
+        self._settings = SETTINGS | settings
+        own = folder / f"rank-{dist.get_rank()}"
+        own.mkdir(parents=True)
+        self._source = source_of(model, own)
+
+    def train(
+        self, layout: dict[str, Any], steps: int, policy: CheckpointPolicy | None = None
+    ) -> tuple[MeasuredRun, dict[str, torch.Tensor]]:
+        """What happened, and the local parameters at the end."""
+        executor = Executor(plan_of(self._source, layout), self._source, **self._settings)
+        measured = executor.train(steps, checkpoints=policy)
+        return measured, _parameters(executor)
+
+    def policy(self, name: str, **options: Any) -> CheckpointPolicy:
+        """Checkpoints in a folder of this name."""
+        return CheckpointPolicy(directory=self._folder / name, **options)
+
+    def copy(self, start: str, end: str) -> None:
+        """Copy a folder of checkpoints."""
+        if dist.get_rank() == 0:
+            shutil.copytree(self._folder / start, self._folder / end)
+        dist.barrier()
+
+
+def _parameters(executor: Executor) -> dict[str, torch.Tensor]:
+    named = executor.part.module.named_parameters()
+    return {name: (value.to_local() if isinstance(value, DTensor) else value).detach().clone() for name, value in named}
+
+
+def other_layouts(folder: Path) -> dict[str, Any]:
+    """20 steps; 10 + 10 in the same layout; 10 in one layout and 10 in another."""
+    runs = Runs("tied-llama", folder)
+    pipeline, replicas = LAYOUTS["pp2-tp2"], LAYOUTS["dp4"]
+    straight, wanted = runs.train(pipeline, WHOLE)
+    (folder / "kept" / ".step-00000003.partial").mkdir(parents=True, exist_ok=True)  # left by a run that was killed
+    first, _ = runs.train(pipeline, HALF, runs.policy("kept", every=3, keep=2))
+    names = sorted(path.name for path in (folder / "kept").iterdir())
+    runs.copy("kept", "moved")
+    again = runs.policy("kept", resume=True)
+    second, ended = runs.train(pipeline, WHOLE, again)
+    moved, _ = runs.train(replicas, WHOLE, runs.policy("moved", resume=True))
+    runs.train(replicas, HALF, runs.policy("back"))
+    back, _ = runs.train(pipeline, WHOLE, runs.policy("back", resume=True))
+    return {
+        "straight": straight.losses,
+        "first": first.losses,
+        "second": second.losses,
+        "first_step": second.first_step,
+        "equal": _everywhere(all(torch.equal(ended[name], wanted[name]) for name in wanted)),
+        "moved": moved.losses,
+        "back": back.losses,
+        "names": names,
+        "held": [rank.model_dump() for rank in straight.ranks],
+        "refusals": _refusals(runs, folder),
+    }
+
+
+def _refusals(runs: Runs, folder: Path) -> dict[str, str]:
+    layout = LAYOUTS["dp4"]
+    policy = runs.policy("moved", resume=True)
+    told = {
+        "occupied": _error(lambda: runs.train(layout, WHOLE, replace(policy, resume=False))),
+        "finished": _error(lambda: runs.train(layout, WHOLE, policy)),
+        "other": _error(lambda: runs.train({**layout, "optimizer": "adam"}, 2 * WHOLE, policy)),
+    }
+    dist.barrier()
+    if dist.get_rank() == 0:
+        damaged = max((folder / "moved" / f"step-{WHOLE:08d}").glob("*.distcp"))
+        content = bytearray(damaged.read_bytes())
+        content[len(content) // 2] ^= 1
+        damaged.write_bytes(content)
+    dist.barrier()
+    return told | {"damaged": _error(lambda: runs.train(layout, 2 * WHOLE, policy))}
+
+
+def _error(work: Callable[[], object]) -> str:
+    """What every rank is told."""
+    try:
+        work()
+    except PlannerError as error:
+        told = str(error)
+    else:
+        told = "nothing"
+    everywhere = [told] * dist.get_world_size()
+    dist.all_gather_object(everywhere, told)
+    return told if len(set(everywhere)) == 1 else repr(everywhere)
+
+
+def _everywhere(here: bool) -> bool:
+    everywhere = [here] * dist.get_world_size()
+    dist.all_gather_object(everywhere, here)
+    return all(everywhere)
+
+
+def scaled_losses(folder: Path) -> dict[str, Any]:
+    """In fp16 with tied parameters and dropout, going on after the scale has fallen: 6 steps, and 3 + 3."""
+    runs = Runs("gpt2", folder, loss="tests.executor.plans:steep_loss")
+    straight, wanted = runs.train(FP16, 6)
+    runs.train(FP16, 3, runs.policy("kept"))
+    second, ended = runs.train(FP16, 6, runs.policy("kept", resume=True))
+    return {
+        "straight": straight.losses,
+        "second": second.losses,
+        "equal": _everywhere(all(torch.equal(ended[name], wanted[name]) for name in wanted)),
+        "scale": json.loads((folder / "kept" / "step-00000006" / "manifest.json").read_text())["loss_scale"]["scale"],
+    }
+
+
+def main() -> int:
+    """Run all; rank 0 writes the results."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    output = Path(sys.argv[1])
+    results = {
+        "other_layouts": other_layouts(output.parent / "layouts"),
+        "scaled_losses": scaled_losses(output.parent / "scaled"),
+    }
+    if dist.get_rank() == 0:
+        output.write_text(json.dumps(results))
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""Checkpoints: a run that goes on from one trains as if it had never stopped, in its own layout and in another."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.executor.checkpoint_folder import MANIFEST, Manifest, damaged
+from planner.executor.dry_run import COMPARED, dry_run
+from planner.executor.scaling import INITIAL_SCALE
+from planner.spec import read
+from tests.executor.plans import make_plan, source_of
+from tests.torchrun.resume_cases import HALF, LAYOUTS, WHOLE, plan_of
+
+pytestmark = pytest.mark.torchrun
+ROOT = Path(__file__).parents[2]
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All runs, in one launch of four ranks."""
+    output = tmp_path_factory.mktemp("resume") / "results.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command += ["-m", "tests.torchrun.resume_cases", str(output)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return dict(json.loads(output.read_text()))
+
+
+def test_the_same_layout_goes_on_bit_for_bit(results: dict[str, Any]) -> None:
+    """20 steps are 10 + 10, to the last bit of every loss and of every rank's parameters."""
+    runs = results["other_layouts"]
+    assert runs["first"] == runs["straight"][:HALF]
+    assert runs["second"] == runs["straight"][HALF:]
+    assert runs["first_step"] == HALF
+    assert runs["equal"]
+
+
+def test_another_layout_goes_on_with_the_losses(results: dict[str, Any]) -> None:
+    """Pipeline and tensor parallelism to replicas, and back: the losses are those of the undisturbed run."""
+    runs = results["other_layouts"]
+    wanted = runs["straight"][HALF:]
+    assert len(wanted) == WHOLE - HALF
+    assert runs["moved"] == pytest.approx(wanted, abs=TOLERANCE)
+    assert runs["back"] == pytest.approx(wanted, abs=TOLERANCE)
+    assert runs["straight"][0] - wanted[-1] > 1000 * TOLERANCE, "it does train"
+
+
+def test_the_loss_scale_and_tied_parameters_go_on(results: dict[str, Any]) -> None:
+    """In fp16 with replicas, tied parameters and dropout, after the scale has fallen."""
+    runs = results["scaled_losses"]
+    assert runs["second"] == runs["straight"][3:]
+    assert runs["equal"]
+    assert 1 < runs["scale"] < INITIAL_SCALE
+
+
+def test_only_complete_and_the_newest_are_kept(results: dict[str, Any]) -> None:
+    """Of steps 3, 6, 9 and the last one, two; what a killed run left half written is gone."""
+    assert results["other_layouts"]["names"] == ["step-00000009", "step-00000010"]
+
+
+def test_every_rank_is_told_why_a_resume_is_refused(results: dict[str, Any]) -> None:
+    """A folder in use, nothing left to train, another optimizer, a file that has changed."""
+    told = results["other_layouts"]["refusals"]
+    assert "already holds step-00000020" in told["occupied"]
+    assert "the checkpoint has 20 of them trained" in told["finished"]
+    assert "trained with adamw, this run has adam" in told["other"]
+    assert ".distcp is not as it was written" in told["damaged"]
+    assert not any(each.startswith("[") for each in told.values()), "the same on all ranks"
+
+
+def test_a_dry_run_tells_what_every_rank_holds(results: dict[str, Any], tmp_path: Path) -> None:
+    """Of pipeline and tensor parallelism, to the byte."""
+    source = source_of("tied-llama", tmp_path)
+    kinds = dry_run(plan_of(source, LAYOUTS["pp2-tp2"]), source).ranks
+    dry = {rank: kind.built for kind in kinds for rank in kind.ranks}
+    for held in results["other_layouts"]["held"]:
+        for name in ("parameters", *COMPARED):
+            assert held[name] == getattr(dry[held["rank"]], name), name
+
+
+def test_sigterm_leaves_a_checkpoint(tmp_path: Path) -> None:
+    """Told to stop, the command ends with 143 after the step at hand, whose checkpoint is whole."""
+    source = source_of("gpt2", tmp_path)
+    plan = make_plan([layer.name for layer in source.cut().layers], (2, 4))
+    path, folder = tmp_path / "plan.json", tmp_path / "checkpoints"
+    path.write_text(plan.model_dump_json(by_alias=True))
+    command = [sys.executable, "-m", "planner.cli.main", "run", str(path), "--model", str(tmp_path / "gpt2.json")]
+    command += ["--steps", "100000", "--device", "cpu", "--checkpoint-dir", str(folder), "--timeout", "60"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("step    0")
+        process.send_signal(signal.SIGTERM)
+        told = process.stderr.read()
+        assert process.wait() == 143
+    (kept,) = folder.iterdir()
+    manifest = read(Manifest, kept / MANIFEST)
+    assert damaged(kept, manifest) == []
+    assert f"after {manifest.step} steps, kept in {kept}" in told
+    steps = [line for line in told.splitlines() if line.startswith("step ")]
+    assert int(steps[-1].split()[1]) + 1 == manifest.step if steps else manifest.step == 1
