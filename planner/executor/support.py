@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from typing import get_args
 
 from planner.errors import LayoutError, UnsupportedError
-from planner.schedule import Requirement, Schedule, build, find, requirements
+from planner.schedule import Requirement, Schedule, build, find, names, requirements
 from planner.spec.job import WHOLE_PARAMETERS
 from planner.spec.plan import Plan, RankPlacement
 from planner.spec.profile import RecomputeMode
 
 RECOMPUTE_MODES = get_args(RecomputeMode)
-REQUIREMENTS = frozenset({Requirement.VIRTUAL_STAGES, Requirement.SPLIT_BACKWARD, Requirement.UNORDERED_LAST_STAGE})
-"""What this executor's runtime can do of what a schedule may ask for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,25 +148,19 @@ def schedule_of(plan: Plan) -> Schedule:
 
 
 def _check_schedule(plan: Plan, schedule: Schedule) -> None:
-    """Refuse actions that do not belong to the stages, and what the runtime cannot do."""
+    """Refuse what the runtime cannot do, and actions that do not belong to the stages."""
+    entry = find(plan.layout.schedule)
+    if not entry.runnable:
+        raise UnsupportedError(
+            f"the executor does not run the schedule {entry.name!r}: it asks for second copies of stages, pieces of "
+            "sequences or stale weights.",
+            field="layout.schedule",
+            mend=f"use one of {', '.join(names(runnable_only=True))}.",
+        )
     _check_owners(plan, schedule)
-    if find(plan.layout.schedule).is_asynchronous:
-        raise UnsupportedError(
-            f"the schedule {plan.layout.schedule!r} trains on stale weights, which the executor does not keep.",
-            field="layout.schedule",
-            mend="use a schedule with a flush, such as 1f1b.",
-        )
-    asked = requirements(schedule)
-    if asked - REQUIREMENTS:
-        raise UnsupportedError(
-            f"the executor cannot run {' and '.join(sorted(asked - REQUIREMENTS))}, which the schedule "
-            f"{plan.layout.schedule!r} asks for.",
-            field="layout.schedule",
-            mend="use 1f1b, interleaved-1f1b or zb-v.",
-        )
-    if Requirement.SPLIT_BACKWARD in asked:
+    if Requirement.SPLIT_BACKWARD in requirements(schedule):
         _refuse_recompute(plan, "I and W would each run the forward of a layer again")
-    if find(plan.layout.schedule).recompute_modes:
+    if entry.recompute_modes:
         _refuse_recompute(plan, "it is to run while a rank waits, but the executor recomputes inside the backward")
 
 

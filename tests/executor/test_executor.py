@@ -229,6 +229,21 @@ def test_schedule_is_built_when_the_plan_lists_no_actions(gpt2: ModelSource) -> 
     assert [action.action for action in measured.actions] == ["0F0", "0F1", "0B0", "0B1", "optimizer"]
 
 
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zb-v", "looped-bfs"])
+def test_several_stages_on_one_rank(gpt2: ModelSource, schedule: str) -> None:
+    """All hand-overs are local; the tied embedding of the first and the last stage is held and updated once."""
+    plan = _plan(gpt2, sizes=(2, 4), pipeline=1, schedule=schedule, micro_batches=3)
+    executor = Executor(plan, gpt2, device="cpu", seed=1, max_gradient_norm=0.5)
+    measured = executor.train(3)
+    expected = train_reference(plan, gpt2, steps=3, seed=1, max_gradient_norm=0.5)
+    assert measured.losses == pytest.approx(expected.losses, abs=1e-5)
+    wanted = dict(expected.model.named_parameters())
+    for name, parameter in executor.part.module.named_parameters():
+        assert torch.allclose(parameter, wanted[name], atol=1e-5), name
+    assert measured.ranks[0].parameters == sum(value.numel() for value in wanted.values())
+    assert [action.action for action in measured.actions] == [*plan.actions[0], "optimizer"]
+
+
 def nan_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Never a number."""
     return logits.mean() * math.nan

@@ -88,3 +88,27 @@ def test_unused_parameters_are_reduced_at_the_end(group: dist.ProcessGroup, mode
     reducer.finish()
     assert model[1].weight.grad.any()
     assert not model[0].weight.grad.any()
+
+
+def test_stages_of_a_rank_are_reduced_by_themselves(
+    group: dist.ProcessGroup, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage whose gradients are set by hand (W) is reduced when told, once; what two stages share, at the end."""
+    reduced: list[int] = []
+    all_reduce = dist.all_reduce
+    monkeypatch.setattr(
+        dist, "all_reduce", lambda flat, **options: [reduced.append(flat.numel()), all_reduce(flat, **options)][1]
+    )
+    shared = model[1].weight
+    reducer = GradientReducer({0: model[0].parameters(), 1: [*model[1].parameters()], 2: [shared]}, group)
+    reducer.arm(0)
+    assert model[0].weight.grad is not None
+    model[0].weight.grad += 1
+    reducer.launch(0)
+    assert reduced == [100]
+    reducer.launch(1)
+    assert reduced == [100, 10], "the bias; the weight is another stage's too"
+    reducer.finish()
+    assert sorted(reduced) == [10, 100, 100]
+    reducer.finish()
+    assert len(reduced) == 6, "the next step reduces all again"

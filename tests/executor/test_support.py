@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from planner.errors import LayoutError, UnsupportedError
-from planner.executor.support import check_plan, check_world, grid_of
+from planner.executor.support import check_plan, check_world, grid_of, schedule_of
+from planner.schedule import Requirement, build, names, requirements
 from planner.spec import Plan
 from tests.executor.plans import make_plan
 
@@ -56,6 +57,58 @@ def test_what_is_not_carried_out_is_refused(change: dict[str, Any]) -> None:
     problem = caught.value.problems[0]
     assert problem.field.startswith(next(iter(change)).split("__")[0])
     assert problem.mend
+
+
+@pytest.mark.parametrize("schedule", ["dualpipe", "chimera", "seqpipe", "pipedream"])
+def test_schedules_that_do_not_run_are_refused(schedule: str) -> None:
+    """Second copies of stages, sequence chunks and stale weights; the error names schedules that run."""
+    plan = make_plan(LAYERS, (2, 2), schedule=schedule)
+    for unable in (plan, _changed(plan, actions=[])):
+        with pytest.raises(UnsupportedError, match=f"does not run the schedule '{schedule}'.*zb-v") as caught:
+            check_plan(unable)
+        assert caught.value.problems[0].field == "layout.schedule"
+
+
+@pytest.mark.parametrize("name", names(runnable_only=True, fixed_only=True))
+def test_runnable_schedules_ask_for_what_the_runtime_can(name: str) -> None:
+    """Several stages per rank, I and W, and losses in any order; recomputation ahead of the backward is refused."""
+    able = {Requirement.VIRTUAL_STAGES, Requirement.SPLIT_BACKWARD, Requirement.UNORDERED_LAST_STAGE}
+    early = {Requirement.EARLY_RECOMPUTE} if name == "torchgpipe" else set()
+    assert requirements(build(name, ranks=2, micro_batches=4)) <= able | early
+
+
+@pytest.mark.parametrize(
+    ("schedule", "reason"), [("zb-h1", "I and W would each"), ("torchgpipe", "while a rank waits")]
+)
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_recomputation_that_would_not_be_the_schedules_is_refused(schedule: str, reason: str, mode: Any) -> None:
+    """The error names the first layer that recomputes; without any the schedule runs."""
+    assert check_plan(make_plan(LAYERS, (2, 2), schedule=schedule)).pipeline == 2
+    with pytest.raises(UnsupportedError, match=reason) as caught:
+        check_plan(make_plan(LAYERS, (2, 2), schedule=schedule, recompute={3: mode}))
+    assert caught.value.problems[0].field == "stages[1].layers[1].recompute"
+
+
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zb-v"])
+def test_several_stages_stand_on_their_ranks(schedule: str) -> None:
+    """Loop and V; as many on every rank as the layout says, each with its own actions."""
+    plan = make_plan(LAYERS, (1, 1, 1, 1), pipeline=2, schedule=schedule)
+    assert check_plan(plan).pipeline == 2
+    assert schedule_of(_changed(plan, actions=[])).to_text() == plan.actions
+    with pytest.raises(LayoutError, match=r"hold \[2, 2\] stages, virtual_stages_per_rank is 1"):
+        check_plan(_changed(plan, layout__virtual_stages_per_rank=1))
+    swapped = _changed(plan, actions=list(plan.actions[::-1]))
+    with pytest.raises(LayoutError, match="1F0 is no action of pipeline rank 0") as caught:
+        check_plan(swapped)
+    assert caught.value.problems[0].field == "actions[0][0]"
+
+
+def test_actions_of_more_micro_batches_are_refused() -> None:
+    """As sequence chunks would be, which are numbered on."""
+    plan = make_plan(LAYERS, (2, 2), micro_batches=2)
+    longer = make_plan(LAYERS, (2, 2), micro_batches=4)
+    with pytest.raises(LayoutError, match="0F2 is no action of pipeline rank 0"):
+        check_plan(_changed(plan, actions=list(longer.actions)))
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
