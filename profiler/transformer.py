@@ -438,7 +438,8 @@ class TransformerCounter:
         tally.matmul(shard.tokens, shape.experts, shape.hidden, size=size)
         tally.memory(2 * size * routed * shape.hidden)
         if shard.expert > 1:
-            whole = size * routed * shape.hidden
+            # Under sequence parallelism every tensor-parallel rank sends its own tokens only.
+            whole = size * shard.split_tokens * shape.experts_per_token * shape.hidden
             for phase in ("forward", "backward"):
                 tally.exchange(phase, "all_to_all", whole, 2, group="expert")
         local = max(1, shape.experts // shard.expert)

@@ -35,8 +35,6 @@ StageLayers = Sequence[tuple[int, LayerCost]]
 
 def reserved_bytes(work: Workload) -> int:
     """Overhead of one process."""
-    if work.constants.reserved_bytes is not None:
-        return int(work.constants.reserved_bytes)
     known = work.device.reserved_bytes
     return RESERVED_BYTES if known is None else known
 

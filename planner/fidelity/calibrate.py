@@ -5,9 +5,9 @@ Time and memory are fitted apart, since no constant serves both:
     time      all constants of `planner.fidelity.fit.PRIORS`, per (framework, architecture) with `LEAST_ROWS` runs;
               ("*", architecture) stands for every other framework: it is fitted to all runs of the architecture, in
               which each framework weighs the same, with at most `MOST_ROWS` of its runs, evenly picked
-    memory    `allocated_factor`, `workspace_bytes`, and `reserved_bytes` where memory was read from the device, per
+    memory    `allocated_factor`, `workspace_bytes`, and `cached_bytes` where memory was read from the device, per
               framework on all architectures: what an allocator loses is the framework's doing. A rank's bytes are
-              linear in them, fixed + allocated_factor * scaled + workspace_bytes (+ reserved_bytes), so every run is
+              linear in them, fixed + allocated_factor * scaled + workspace_bytes (+ cached_bytes), so every run is
               priced twice and not once per step. A framework that tells no bytes but ran out of memory now and then is
               fitted to that (`planner.fidelity.decisions`)
 
@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 from planner.cost import TICK_SECONDS, choose, evaluate, schedule_of
-from planner.cost.memory import RESERVED_BYTES
 from planner.errors import DocumentError, PlannerError, UnsupportedError
 from planner.fidelity.decisions import Decision, decision, fit_decisions
 from planner.fidelity.fit import Prior, fit
@@ -35,7 +34,7 @@ from planner.schedule import Schedule
 from planner.spec.calibration import ANY, DEFAULT, Calibration, Constants
 from planner.spec.plan import Prediction, RankMemory
 
-LEAST_ROWS = 8
+LEAST_ROWS = 5
 """Of a fit of its own."""
 MOST_ROWS = 100
 """Of one framework in the fit that stands for all others."""
@@ -46,7 +45,7 @@ LEAST_OVERFLOWS = 5
 MEMORY_PRIORS = {
     "allocated_factor": Prior(1.0, 0.2),
     "workspace_bytes": Prior(1e8, 0.5),
-    "reserved_bytes": Prior(float(RESERVED_BYTES), 0.7),
+    "cached_bytes": Prior(1e9, 1.0),
 }
 
 
@@ -104,25 +103,27 @@ class MemoryTerms:
     """A run's memory as a function of the constants: the largest of (fixed, scaled) rows, and what is reserved."""
 
     ranks: tuple[tuple[float, float], ...]
-    counts_reserved: bool
+    reads_device: bool
 
     def bytes(self, constants: Constants) -> float:
         """Bytes of the fullest of the ranks that were measured."""
-        reserved = (constants.reserved_bytes or 0.0) if self.counts_reserved else 0.0
-        kept = reserved + constants.workspace_bytes
+        kept = constants.workspace_bytes + (constants.cached_bytes if self.reads_device else 0.0)
         return kept + max(fixed + constants.allocated_factor * scaled for fixed, scaled in self.ranks)
 
 
 def memory_terms(run: Run) -> MemoryTerms:
     """The terms of a run, from its prediction under two factors."""
+    reads_device = run.memory_kind == "device"
     once, twice = (
-        _measured_ranks(run, predict_run(run, replace(DEFAULT, allocated_factor=factor, reserved_bytes=0)).prediction)
+        _measured_ranks(run, predict_run(run, replace(DEFAULT, allocated_factor=factor)).prediction)
         for factor in (1.0, 2.0)
     )
-    ranks = tuple(
-        (2 * a.peak_bytes - b.peak_bytes, b.peak_bytes - a.peak_bytes) for a, b in zip(once, twice, strict=True)
-    )
-    return MemoryTerms(ranks, run.memory_kind == "device")
+    fixed = [
+        2 * a.peak_bytes - b.peak_bytes - (0 if reads_device else a.reserved_bytes)
+        for a, b in zip(once, twice, strict=True)
+    ]
+    scaled = [b.peak_bytes - a.peak_bytes for a, b in zip(once, twice, strict=True)]
+    return MemoryTerms(tuple(zip(fixed, scaled, strict=True)), reads_device)
 
 
 def _measured_ranks(run: Run, prediction: Prediction) -> tuple[RankMemory, ...]:
@@ -131,9 +132,9 @@ def _measured_ranks(run: Run, prediction: Prediction) -> tuple[RankMemory, ...]:
 
 
 def fit_memory(terms: Sequence[MemoryTerms], measured: Sequence[float]) -> Constants:
-    """`allocated_factor`, `workspace_bytes`, and `reserved_bytes` when some memory was read from the device."""
-    reads_device = any(one.counts_reserved for one in terms)
-    priors = {name: prior for name, prior in MEMORY_PRIORS.items() if reads_device or name != "reserved_bytes"}
+    """`allocated_factor`, `workspace_bytes`, and `cached_bytes` when some memory was read from the device."""
+    reads_device = any(one.reads_device for one in terms)
+    priors = {name: prior for name, prior in MEMORY_PRIORS.items() if reads_device or name != "cached_bytes"}
     return fit(lambda constants: [one.bytes(constants) for one in terms], measured, priors=priors)
 
 
@@ -266,7 +267,7 @@ def _calibration(
             constants,
             allocated_factor=memory.allocated_factor,
             workspace_bytes=memory.workspace_bytes,
-            reserved_bytes=memory.reserved_bytes,
+            cached_bytes=memory.cached_bytes,
         ),
         rows=step_rows + memory_rows,
         source=f"{source}: {', '.join(told)}",

@@ -37,6 +37,7 @@ class Predicted:
     run: Run
     prediction: Prediction
     capacity_bytes: int
+    cached_bytes: float = 0.0
 
     @property
     def step_seconds(self) -> float:
@@ -57,8 +58,9 @@ class Predicted:
         """Bytes of the rank and of the kind that was measured."""
         ranks = self.prediction.memory
         chosen = {"first": ranks[:1], "last": ranks[-1:], "largest": ranks}[self.run.memory_rank]
-        with_reserved = self.run.memory_kind == "device"
-        return max(row.peak_bytes - (0 if with_reserved else row.reserved_bytes) for row in chosen)
+        if self.run.memory_kind == "device":
+            return max(row.peak_bytes for row in chosen) + self.cached_bytes
+        return max(row.peak_bytes - row.reserved_bytes for row in chosen)
 
     @property
     def memory_error(self) -> float | None:
@@ -85,7 +87,8 @@ def predict_run(run: Run, constants: Constants | None = None) -> Predicted:
 
 def predicted(run: Run, costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]) -> Predicted:
     """Step time and memory of a run whose layers are priced."""
-    return Predicted(run, predict_step(costs, schedule, stages), find_device(run.device).memory_bytes)
+    capacity, cached = find_device(run.device).memory_bytes, costs.work.constants.cached_bytes
+    return Predicted(run, predict_step(costs, schedule, stages), capacity, cached)
 
 
 def costs_of(run: Run, constants: Constants | None = None) -> LayoutCosts:

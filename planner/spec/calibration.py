@@ -64,8 +64,8 @@ class Constants:
     """Activations and temporaries as allocated / as counted."""
     workspace_bytes: float = 0.0
     """What libraries allocate through torch and keep: matrix product workspaces, communication buffers."""
-    reserved_bytes: float | None = None
-    """Context, communicators and workspaces of a process; None: the device's, or the cost model's default."""
+    cached_bytes: float = 0.0
+    """What the allocator keeps beyond its own peak: a device shows it, and gives it back before memory runs out."""
 
 
 DEFAULT = Constants()

@@ -138,8 +138,6 @@ class StepCheck:
     def _memory(self, stage: int) -> RankMemory:
         layers, state = self._layers(stage), self._state(stage)
         reserved = self.facts.device.reserved_bytes
-        if self.facts.constants.reserved_bytes is not None:
-            reserved = int(self.facts.constants.reserved_bytes)
         parts = {
             "parameters_bytes": state.parameters,
             "gradients_bytes": state.gradients,

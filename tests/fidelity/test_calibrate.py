@@ -57,14 +57,14 @@ def test_planted_constants_are_found() -> None:
         assert predict_run(one, fitted).memory_bytes == pytest.approx(one.memory_bytes, rel=0.02)
 
 
-def test_what_is_reserved_is_found_where_the_device_was_read() -> None:
-    """Memory read from the device, not from torch, tells what a process reserves besides."""
-    constants = replace(start(), allocated_factor=1.1, workspace_bytes=1e8, reserved_bytes=3e9)
+def test_what_is_cached_is_found_where_the_device_was_read() -> None:
+    """Memory read from the device, not from torch, tells what the allocator keeps besides."""
+    constants = replace(start(), allocated_factor=1.1, workspace_bytes=1e8, cached_bytes=3e9)
     each = [replace(one, step_seconds=None, memory_kind="device") for one in runs()]
     each = [replace(one, memory_bytes=predict_run(one, constants).memory_bytes) for one in each]
     (shared, own) = calibrate(measured(each, {}), source="planted")
     assert (shared.framework, own.framework) == ("*", "megatron-lm")
-    assert own.constants.reserved_bytes == pytest.approx(3e9, rel=0.05)
+    assert own.constants.cached_bytes == pytest.approx(3e9, rel=0.05)
     assert own.constants.allocated_factor == pytest.approx(1.1, rel=0.05)
     assert own.constants.matmul_fraction == DEFAULT.matmul_fraction  # no time was measured
 
@@ -74,7 +74,7 @@ def test_memory_is_linear_in_its_constants(kind: str) -> None:
     """The terms of a run give, for any constants, the very bytes that its prediction gives."""
     one = replace(run(layers=8, pp=4, gbs=16, mem_gib=1), memory_kind=kind)
     for factor, reserved in ((1.0, 0.0), (0.7, 1e9), (3.1, 2e9)):
-        constants = replace(DEFAULT, allocated_factor=factor, reserved_bytes=reserved)
+        constants = replace(DEFAULT, allocated_factor=factor, cached_bytes=reserved)
         assert memory_terms(one).bytes(constants) == pytest.approx(predict_run(one, constants).memory_bytes, rel=1e-6)
 
 
