@@ -22,6 +22,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -138,9 +139,9 @@ class Checkpoints:
             return
         try:
             pending.result()
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # DCP's error is no Exception
             raise RunError(
-                f"the checkpoint of step {self._saved} could not be written: {' '.join(str(error).split())}",
+                f"the checkpoint of step {self._saved} could not be written: {_cause(error)}.",
                 field="checkpoint_dir",
                 mend="make room, or keep checkpoints on a file system that all ranks can write to.",
             ) from error
@@ -194,7 +195,12 @@ class Checkpoints:
         for name, each in states.items():
             wanted |= {f"optimizer.{self._name(name)}.{key}": value for key, value in each.items()}
         _refuse_missing(wanted, stored, path)
-        load(wanted, storage_reader=reader, process_group=self._group)
+        try:
+            load(wanted, storage_reader=reader, process_group=self._group)
+        except CheckpointException as error:
+            raise RunError(
+                f"the checkpoint {path} could not be read: {_cause(error)}.", field="checkpoint_dir"
+            ) from error
         self._part.optimizer.set_states(states)
         if same_layout:
             generators.restore({name.rpartition(".")[2]: value for name, value in random.items()})
@@ -236,6 +242,14 @@ def _like(tensor: torch.Tensor, facts: TensorStorageMetadata) -> torch.Tensor:
 
 def _empty(facts: TensorStorageMetadata) -> torch.Tensor:
     return torch.empty(facts.size, dtype=facts.properties.dtype)
+
+
+def _cause(error: BaseException) -> str:
+    """What really happened, on the first rank where it did."""
+    if isinstance(error, CheckpointException):
+        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        return f"rank {rank}: {type(cause).__name__}: {cause}"
+    return f"{type(error).__name__}: {error}"
 
 
 def _refuse_missing(wanted: Iterable[str], stored: Iterable[str], path: Path) -> None:

@@ -76,6 +76,8 @@ class PipelineRuntime(_PipelineScheduleRuntime):
         share = _LossShare(loss, micro_batches * replicas, scaler)
         super().__init__(list(stages), micro_batches, share, scale_grads=False)  # type: ignore[no-untyped-call]
         self._share = share
+        self.doing: _Action | None = None
+        """The action at hand; None between steps."""
         try:
             self._prepare_schedule_with_comms(
                 {rank: [_Action.from_str(text) for text in row] for rank, row in enumerate(actions)}
@@ -132,9 +134,11 @@ class PipelineRuntime(_PipelineScheduleRuntime):
         self._initialize_stages(self._arguments[0], keywords[0], self._targets[0] if self._targets else None)
         self.backward_counter: Counter[int] = Counter()
         for action in self.pipeline_order_with_comms[self.rank]:
+            self.doing = action
             stage = self._by_index[action.stage_index]
             self._performers[action.computation_type](stage, action.microbatch_index or 0)
         self._finish()
+        self.doing = None
         if losses is not None:
             losses[:] = (self._losses[index] for index in sorted(self._losses))
 

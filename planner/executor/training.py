@@ -15,6 +15,7 @@ from planner.errors import RunError
 from planner.executor import gradients
 from planner.executor.build import RankPart
 from planner.executor.data import Dataset, Inputs, local_part
+from planner.executor.hang import is_timeout, waited_in_vain
 from planner.executor.mesh import Mesh
 from planner.executor.optimizer import COMPUTE_DTYPE
 from planner.executor.report import StepRecord
@@ -75,12 +76,13 @@ class Trainer:
             asked_to_stop: told to stop on one rank, all stop after the step at hand.
 
         Raises:
-            RunError: the loss is not a number any more, or gradients overflow whatever the loss scale.
+            RunError: the loss is not a number any more, gradients overflow whatever the loss scale, or a rank did not
+                come in time.
         """
         self._asked_to_stop, self.stopped = asked_to_stop or _never, False
         records: list[StepRecord] = []
         for step in range(first, steps):
-            records.append(self._step(step))
+            records.append(self._step_in_time(step))
             if len(records) > RECORDED_STEPS:
                 old = records[-1 - RECORDED_STEPS]
                 records[-1 - RECORDED_STEPS] = StepRecord(old.loss, old.seconds, ())
@@ -93,6 +95,14 @@ class Trainer:
             if self.stopped:
                 break
         return records
+
+    def _step_in_time(self, step: int) -> StepRecord:
+        try:
+            return self._step(step)
+        except RuntimeError as error:
+            if not is_timeout(error):
+                raise
+            raise waited_in_vain(self._mesh.rank, self._mesh.grid.size, step, self._part.runtime.doing) from error
 
     def _step(self, step: int) -> StepRecord:
         inputs, targets = self._read(step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,23 @@ def _check_order(measured: MeasuredRun) -> None:
     for micro_batch in range(3):
         assert times[f"0F{micro_batch}"].end_seconds <= times[f"1F{micro_batch}"].end_seconds
         assert times[f"1B{micro_batch}"].start_seconds <= times[f"0B{micro_batch}"].start_seconds
+
+
+def sleeping_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Never comes to an end, on the last stage only."""
+    time.sleep(1000)
+    return logits.sum()
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+    """The error tells who waited in which action for what, and which rank was busy."""
+    source = source_of("gpt2", tmp_path)
+    plan = make_plan([layer.name for layer in source.cut().layers], (2, 4), micro_batches=2)
+    told = (
+        r"rank 0 waited in vain in step 0, in 0B0, for the gradient of stage 1; ranks that did not wait themselves: 1"
+    )
+    with pytest.raises(RunError, match=told):
+        run_plan(plan, model=str(tmp_path / "gpt2.json"), steps=1, loss=f"{__name__}:sleeping_loss", timeout_seconds=4)
 
 
 def test_failing_rank_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,108 @@
+"""The folder of checkpoints: complete or ignored, the newest kept, damage found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from planner.errors import DocumentError, MismatchError, RunError
+from planner.executor.checkpoint_folder import (
+    MANIFEST,
+    Manifest,
+    Trained,
+    check_policy,
+    check_same_training,
+    clear_partial,
+    complete,
+    damaged,
+    facts_of,
+    final_path,
+    layout_digest,
+    partial_path,
+    publish,
+    read_manifest,
+    refuse_damaged,
+)
+from planner.executor.settings import CheckpointPolicy
+from tests.executor.plans import make_plan
+
+LAYERS = ("a", "b")
+
+
+def _manifest(step: int, folder: Path | None = None) -> Manifest:
+    plan = make_plan(LAYERS)
+    files = {} if folder is None else {path.name: facts_of(path) for path in folder.iterdir()}
+    trained = Trained.of(plan, "0" * 64, seed=1)
+    layout = layout_digest(plan)
+    return Manifest(
+        step=step, samples=4 * step, plan_id=plan.id, layout=layout, model="m", trained=trained, files=files
+    )
+
+
+def _save(folder: Path, step: int, *, keep: int = 3) -> Path:
+    path = partial_path(folder, step)
+    path.mkdir()
+    for name in ("x", "y", "z"):
+        (path / name).write_text(f"{name}{step}" * 1000)
+    publish(folder, step, _manifest(step, path), keep)
+    return final_path(folder, step)
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    """In order of their steps; what was being written, or has another name, is no checkpoint."""
+    assert complete(tmp_path / "missing") == []
+    for step in (9, 100, 20):
+        _save(tmp_path, step, keep=2)
+    partial_path(tmp_path, 300).mkdir()
+    (tmp_path / "step-00000400").mkdir()
+    (tmp_path / "notes").mkdir()
+    assert complete(tmp_path) == [final_path(tmp_path, 20), final_path(tmp_path, 100)]
+    clear_partial(tmp_path)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["notes", "step-00000020", "step-00000100", "step-00000400"]
+
+
+@pytest.mark.parametrize("change", ["flipped", "shorter", "missing"])
+def test_damage_is_found(tmp_path: Path, change: str) -> None:
+    """A changed, shortened or missing file, by whichever share it falls to."""
+    path = _save(tmp_path, 7)
+    manifest = read_manifest(path)
+    assert damaged(path, manifest) == []
+    text = (path / "y").read_text()
+    if change == "missing":
+        (path / "y").unlink()
+    else:
+        (path / "y").write_text("Y" + text[1:] if change == "flipped" else text[:-1])
+    assert damaged(path, manifest) == ["y"]
+    assert [damaged(path, manifest, share=share, shares=3) for share in range(3)] == [[], ["y"], []]
+    with pytest.raises(RunError, match=r"(?s)step-00000007 is damaged: y is not.*remove step-00000007"):
+        refuse_damaged(path, ["y"])
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    """Unless the run resumes; a new folder is made; a file is no folder."""
+    folder = tmp_path / "new" / "checkpoints"
+    check_policy(CheckpointPolicy(directory=folder))
+    _save(folder, 3)
+    check_policy(CheckpointPolicy(directory=folder, resume=True))
+    with pytest.raises(DocumentError, match=r"already holds step-00000003.*resume"):
+        check_policy(CheckpointPolicy(directory=folder))
+    with pytest.raises(DocumentError, match="cannot be made"):
+        check_policy(CheckpointPolicy(directory=final_path(folder, 3) / MANIFEST))
+
+
+def test_another_training_is_refused() -> None:
+    """With both values; another layout of the same job is the same training."""
+    manifest = _manifest(5)
+    check_same_training(manifest, Trained.of(make_plan(LAYERS, (1, 1)), "0" * 64, seed=1))
+    with pytest.raises(MismatchError, match="seed: the checkpoint of step 5 was trained with 1, this run has 2"):
+        check_same_training(manifest, Trained.of(make_plan(LAYERS), "0" * 64, seed=2))
+    with pytest.raises(MismatchError, match="model_digest"):
+        check_same_training(manifest, Trained.of(make_plan(LAYERS), "1" * 64, seed=1))
+
+
+def test_layouts_are_told_apart() -> None:
+    """By their stages too, which a plan's id does not tell."""
+    assert layout_digest(make_plan(LAYERS, (1, 1))) == layout_digest(make_plan(LAYERS, (1, 1)))
+    assert len({layout_digest(make_plan(LAYERS, sizes, data=data)) for sizes in ((2,), (1, 1)) for data in (1, 2)}) == 4
