@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from planner.executor.split_backward import backward_input
+from planner.schedule.actions import without_collection
 
 Stage = Callable[..., Sequence[torch.Tensor]]
 
@@ -107,6 +109,27 @@ def test_gradients_do_not_share_memory() -> None:
     assert left.grad.data_ptr() != right.grad.data_ptr()
 
 
+def test_weights_free_the_graph() -> None:
+    """What was saved for the backward is gone when W has run, without the garbage collector."""
+    weight, scale = _parameters(2)
+    (x,) = _inputs(1)
+    saved: list[weakref.ref[torch.Tensor]] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.detach().clone()
+        saved.append(weakref.ref(copy))
+        return copy
+
+    with without_collection():
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda copy: copy):
+            output = torch.tanh((x * scale) @ weight) * scale
+        _, weights = backward_input([output], [torch.ones_like(output)], [x], [weight, scale])
+        del output
+        assert sum(copy() is not None for copy in saved) > 2
+        weights.run()
+        assert not any(copy() is not None for copy in saved)
+
+
 def test_recurrent_layers() -> None:
     """Every step of a GRU uses the same weights."""
     torch.manual_seed(0)
@@ -128,6 +151,7 @@ def test_torchs_own_halves_fail_here() -> None:
     assert start.grad is None
 
 
+@settings(max_examples=50)
 @given(st.data())
 def test_any_graph(data: st.DataObject) -> None:
     """Random operations on inputs, parameters and what was made before, with any number of outputs."""
