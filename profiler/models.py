@@ -127,9 +127,16 @@ class ModelSource:
         return self if starts == self.starts else replace(self, starts=starts)
 
     def borders(self, micro_batch_size: int, sequence_length: int) -> Borders:
-        """What one micro-batch carries across the borders of the layers, as meta tensors."""
-        inputs = partial(self.example_inputs, device="meta")
-        return self.cut().chain.borders(self.build_on_meta(), inputs, (micro_batch_size, sequence_length))
+        """What one micro-batch carries across the borders of the layers, as meta tensors; found once per size."""
+        size = (micro_batch_size, sequence_length)
+        if size not in self._borders:
+            inputs = partial(self.example_inputs, device="meta")
+            self._borders[size] = self.cut().chain.borders(self.build_on_meta(), inputs, size)
+        return self._borders[size]
+
+    @cached_property
+    def _borders(self) -> dict[tuple[int, int], Borders]:
+        return {}
 
     def edges(self, sequence_length: int, dtype: torch.dtype = torch.float32) -> tuple[SkipEdge, ...]:
         """Tensors that layers take besides what the layer before made, with the bytes of one sample."""
