@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -140,8 +141,7 @@ CASES = {
 
 def run(case: Case) -> dict[str, Any]:
     """Largest differences from the single process in the same precision, and every rank's loss scale; on rank 0."""
-    folder = Path(tempfile.mkdtemp())
-    source = source_of(case.model, folder)
+    source = source_of_case(case.model)
     names = [layer.name for layer in source.cut().layers]
     plan = make_plan(names, case.sizes, actions=case.actions(), **case.options)
     data = "synthetic" if case.model in ("mlp", *GRAPHS) else "stdlib"
@@ -169,6 +169,12 @@ def run(case: Case) -> dict[str, Any]:
         "names": sorted(values) == sorted(wanted),
         "scales": [*scales, expected.loss_scale],
     }
+
+
+@cache
+def source_of_case(model: str) -> ModelSource:
+    """The model, cut and traced once for all its cases."""
+    return source_of(model, Path(tempfile.mkdtemp()))
 
 
 def run_overflow() -> dict[str, Any]:
