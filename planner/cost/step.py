@@ -201,7 +201,9 @@ def stage_durations(plan: Plan, profile: ModelProfile) -> Durations:
 def stage_tails(plan: Plan, profile: ModelProfile) -> tuple[tuple[float, ...], ...]:
     """Seconds of (gradient reduction, optimizer) of every pipeline rank of a plan, after its last action."""
     costs, stages = _planned(plan, profile)
-    return tuple(_seconds(tail) for tail in tail_ticks(costs, by_rank(schedule_of(costs), stages)))
+    # The plan's own order: one that was synthesized cannot be built again from the layout.
+    schedule = Schedule.from_text(plan.actions, name=plan.layout.schedule) if plan.actions else schedule_of(costs)
+    return tuple(_seconds(tail) for tail in tail_ticks(costs, by_rank(schedule, stages)))
 
 
 def _planned(plan: Plan, profile: ModelProfile) -> tuple[LayoutCosts, tuple[StageLayers, ...]]:

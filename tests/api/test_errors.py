@@ -77,7 +77,7 @@ def test_a_form_is_no_json(live: Live) -> None:
         ({"job": job(batch=3)}, "job.batch", "/job/batch", "global_batch_size"),
         ({"job": job(global_batch_size=-8)}, "job.global_batch_size", "/job/global_batch_size", "at least 1"),
         ({"job": job(global_batch_size="8 samples")}, "job.global_batch_size", "/job/global_batch_size", "'8 samples'"),
-        ({"job": job(precision="fp8")}, "job.precision", "/job/precision", "'bf16-mixed'"),
+        ({"job": job(precision="fp8")}, "job.precision", "/job/precision", "use bf16-mixed"),
         (
             {"job": job(constraints={"micro_batch_size": {"min": 1, "max": "a"}})},
             "job.constraints.micro_batch_size.max",
