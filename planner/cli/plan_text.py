@@ -60,6 +60,8 @@ def layout_line(layout: Layout) -> str:
     words = [degrees, f"micro-batch {layout.micro_batch_size}", layout.schedule, f"recompute {layout.recompute}"]
     if layout.virtual_stages_per_rank > 1:
         words.append(f"{layout.virtual_stages_per_rank} stages per rank")
+    if layout.sequence_chunks > 1:
+        words.append(f"{layout.sequence_chunks} sequence chunks")
     if layout.zero_stage:
         words.append(f"ZeRO {layout.zero_stage}")
     if layout.sequence_parallel:

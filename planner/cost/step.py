@@ -50,6 +50,7 @@ def schedule_of(costs: LayoutCosts) -> Schedule:
         ranks=layout.pipeline_parallel_degree,
         micro_batches=costs.micro_batches,
         virtual_stages=layout.virtual_stages_per_rank if layout.virtual_stages_per_rank > 1 else None,
+        sequence_chunks=layout.sequence_chunks,
     )
 
 

@@ -62,6 +62,7 @@ def _choices(plan: Plan) -> Iterator[tuple[str, object, tuple[object, ...]]]:
     layout = plan.layout
     yield "layout.context_parallel_degree", layout.context_parallel_degree, (1,)
     yield "layout.expert_parallel_degree", layout.expert_parallel_degree, (1,)
+    yield "layout.sequence_chunks", layout.sequence_chunks, (1,)
     yield "layout.zero_stage", layout.zero_stage, (0,)
     if plan.request.job.optimizer in WHOLE_PARAMETERS:
         yield "layout.tensor_parallel_degree", layout.tensor_parallel_degree, (1,)

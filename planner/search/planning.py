@@ -182,6 +182,7 @@ def predict(
         layout.model_dump(exclude={"layers_per_stage"}) | {"schedule": canonical_name(layout.schedule)}
     )
     _check_virtual_stages(plain)
+    _check_sequence_chunks(plain, job)
     costs = layout_costs(work, plain)
     _check_stages(layout, costs)
     return _forecast(costs, _stage_map(costs, layout.layers_per_stage))
@@ -200,6 +201,22 @@ def _check_virtual_stages(layout: Layout) -> None:
             f"the schedule {entry.name!r} does not put {given} stages on a rank.",
             field="layout.virtual_stages_per_rank",
             mend=f"give {entry.least_virtual_stages}, or another schedule.",
+        )
+
+
+def _check_sequence_chunks(layout: Layout, job: Job) -> None:
+    entry, given = find(layout.schedule), layout.sequence_chunks
+    if given > 1 and not entry.takes_sequence_chunks:
+        raise LayoutError(
+            f"the schedule {entry.name!r} does not cut the sequence, got {given} chunks.",
+            field="layout.sequence_chunks",
+            mend="give 1, or a schedule of sequence chunks, such as seqpipe.",
+        )
+    if given > 1 and (job.sequence_length < given or job.sequence_length % given):
+        raise LayoutError(
+            f"a sequence of {job.sequence_length} tokens does not divide into {given} equal chunks.",
+            field="layout.sequence_chunks",
+            mend="give a number that divides the job's sequence_length.",
         )
 
 

@@ -27,6 +27,7 @@ FIXED: dict[str, Scalar] = {
     "virtual_stages_per_rank": 1,
     "zero_stage": 0,
     "sequence_parallel": False,
+    "sequence_chunks": 1,
 }
 """Layout fields that the search chooses with one value only."""
 RECOMPUTE_WISHES = ("none", "selective", "full", "per-layer")

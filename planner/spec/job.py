@@ -42,6 +42,7 @@ CONSTRAINABLE = (
     "sequence_parallel",
     "micro_batch_size",
     "schedule",
+    "sequence_chunks",
     "recompute",
 )
 

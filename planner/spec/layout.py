@@ -24,6 +24,9 @@ class Layout(Document):
     micro_batch_size: int = Field(default=1, ge=1)
     """Samples of one micro-batch on one data-parallel rank."""
     schedule: str = "1f1b"
+    sequence_chunks: int = Field(default=1, ge=1)
+    """Equal pieces of every micro-batch's sequence that go through the pipeline one after the other, under schedules
+    that take them (Sun et al. 2024, Seq1F1B)."""
     recompute: Literal["none", "selective", "full", "per-layer"] = "none"
     """``per-layer``: the stage map says which layers recompute."""
 

@@ -15,6 +15,7 @@ _PRICED_WITH = {
     "expert_parallel_degree": 1,
     "virtual_stages_per_rank": 1,
     "sequence_parallel": False,
+    "sequence_chunks": 1,
 }
 """Layout fields for which there are equations with one value only."""
 
