@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -149,7 +150,7 @@ def build_rank(
             streams.attach(cut.parts(stages[index], layer))
     recorder = Recorder(device)
     reducer = None
-    if mesh.grid.data > 1:
+    if mesh.grid.data * mesh.grid.context > 1:
         reducer = GradientReducer({index: stage.parameters() for index, stage in stages.items()}, mesh.data_group)
     runtime = PipelineRuntime(
         [
@@ -273,9 +274,9 @@ def _shared_copies(
 def _group_across(ranks: list[int], mesh: Mesh) -> dist.ProcessGroup | None:
     """The group of this rank's replica and shard over the given pipeline ranks; None on other ranks."""
     mine = None
-    for data in range(mesh.grid.data):
-        for tensor in range(mesh.grid.tensor):
-            group = dist.new_group([mesh.grid.ranks[rank][data][tensor] for rank in ranks])
-            if (data, tensor) == (mesh.data, mesh.tensor) and mesh.pipeline in ranks:
-                mine = group
+    grid = mesh.grid
+    for data, context, tensor in product(range(grid.data), range(grid.context), range(grid.tensor)):
+        group = dist.new_group([grid.ranks[rank][data][context][tensor] for rank in ranks])
+        if (data, context, tensor) == (mesh.data, mesh.context, mesh.tensor) and mesh.pipeline in ranks:
+            mine = group
     return mine

@@ -103,7 +103,8 @@ def _kinds(
     plan: Plan, source: ModelSource, grid: Grid, pipeline: int, predicted: RankMemory | None
 ) -> Iterator[DryRank]:
     """The kinds of ranks of one pipeline rank: one, where every dimension divides by the tensor-parallel degree."""
-    shards = [tuple(replica[shard] for replica in grid.ranks[pipeline]) for shard in range(grid.tensor)]
+    replicas = [shards for replica in grid.ranks[pipeline] for shards in replica]
+    shards = [tuple(replica[shard] for replica in replicas) for shard in range(grid.tensor)]
     first = _build(plan, source, grid, shards[0][0])
     last = _build(plan, source, grid, shards[-1][0]) if len(shards) > 1 else first
     if first.holds_as_much_as(last):

@@ -10,31 +10,42 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from planner.executor.support import Grid
 
+SUMMED = "dp_cp"
+"""Data and context axis as one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """This rank's coordinates and groups. Axis names are torchtitan's: ``pp``, ``dp``, ``tp``."""
+    """This rank's coordinates and groups. Axis names are torchtitan's: ``pp``, ``dp``, ``cp``, ``tp``."""
 
     device_mesh: DeviceMesh
     rank: int
     pipeline: int
     data: int
+    context: int
     tensor: int
     grid: Grid
 
     @property
     def pipeline_group(self) -> dist.ProcessGroup:
-        """Ranks of one pipeline: same data and tensor coordinate."""
+        """Ranks of one pipeline: the same coordinates on all other axes."""
         return self.device_mesh["pp"].get_group()
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        """Replicas of this rank's shard: same pipeline and tensor coordinate."""
-        return self.device_mesh["dp"].get_group()
+        """Ranks that hold this rank's shard too and sum its gradients: replicas, and context-parallel ranks, which see
+        other pieces of the same samples."""
+        axes = self.device_mesh["dp"] if self.grid.context == 1 else self.device_mesh[SUMMED]
+        return axes.get_group()
+
+    @property
+    def context_group(self) -> dist.ProcessGroup:
+        """Ranks that share the sequence of this rank's samples."""
+        return self.device_mesh["cp"].get_group()
 
     @property
     def tensor_group(self) -> dist.ProcessGroup:
-        """Shards of one stage: same pipeline and data coordinate."""
+        """Shards of one stage: the same coordinates on all other axes."""
         return self.device_mesh["tp"].get_group()
 
     @property
@@ -45,6 +56,9 @@ class Mesh:
 
 def build_mesh(grid: Grid, device_type: str) -> Mesh:
     """Build all process groups of the grid; a collective call of all ranks of the default group."""
-    device_mesh = DeviceMesh(device_type, torch.tensor(grid.ranks, dtype=torch.int), mesh_dim_names=("pp", "dp", "tp"))
-    pipeline, data, tensor = device_mesh.get_coordinate() or (0, 0, 0)
-    return Mesh(device_mesh, dist.get_rank(), pipeline, data, tensor, grid)
+    ranks = torch.tensor(grid.ranks, dtype=torch.int)
+    device_mesh = DeviceMesh(device_type, ranks, mesh_dim_names=("pp", "dp", "cp", "tp"))
+    if grid.context > 1:
+        device_mesh["dp", "cp"]._flatten(SUMMED)
+    pipeline, data, context, tensor = device_mesh.get_coordinate() or (0, 0, 0, 0)
+    return Mesh(device_mesh, dist.get_rank(), pipeline, data, context, tensor, grid)

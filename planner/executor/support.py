@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import get_args
 
 from planner.errors import LayoutError, UnsupportedError
@@ -21,18 +22,23 @@ RECOMPUTE_MODES = get_args(RecomputeMode)
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The plan's ranks as a full box: pipeline x data x tensor."""
+    """The plan's ranks as a full box: pipeline x data x context x tensor."""
 
     pipeline: int
     data: int
+    context: int
     tensor: int
-    ranks: tuple[tuple[tuple[int, ...], ...], ...]
-    """Global rank at ``ranks[pipeline][data][tensor]``."""
+    ranks: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
+    """Global rank at ``ranks[pipeline][data][context][tensor]``."""
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return self.pipeline * self.data * self.tensor
+        return self.pipeline * self.data * self.context * self.tensor
+
+    def ranks_of(self, pipeline: int) -> tuple[int, ...]:
+        """Global ranks of one pipeline rank, lowest first."""
+        return tuple(sorted(rank for replica in self.ranks[pipeline] for shards in replica for rank in shards))
 
 
 def check_plan(plan: Plan) -> Grid:
@@ -79,25 +85,27 @@ def grid_of(plan: Plan) -> Grid:
         LayoutError: the placement is not a full grid of the layout's degrees with ranks 0..n-1.
     """
     layout = plan.layout
-    shape = (layout.pipeline_parallel_degree, layout.data_parallel_degree, layout.tensor_parallel_degree)
+    pipeline, data = layout.pipeline_parallel_degree, layout.data_parallel_degree
+    context, tensor = layout.context_parallel_degree, layout.tensor_parallel_degree
     placed = {_coordinate(row): row.rank for row in plan.placement}
-    wanted = [(p, d, t) for p in range(shape[0]) for d in range(shape[1]) for t in range(shape[2])]
+    wanted = list(product(range(pipeline), range(data), range(context), range(tensor)))
     complete = set(placed) == set(wanted) and len(plan.placement) == len(wanted)
     if not complete or set(placed.values()) != set(range(len(wanted))):
         raise LayoutError(
-            f"{len(plan.placement)} rows do not fill the grid of pipeline {shape[0]} x data {shape[1]} x tensor "
-            f"{shape[2]} = {len(wanted)} ranks, each coordinate and each rank once.",
+            f"{len(plan.placement)} rows do not fill the grid of pipeline {pipeline} x data {data} x context "
+            f"{context} x tensor {tensor} = {len(wanted)} ranks, each coordinate and each rank once.",
             field="placement",
             mend="plan again; a placement has one row per rank, counted from 0.",
         )
     ranks = tuple(
-        tuple(tuple(placed[p, d, t] for t in range(shape[2])) for d in range(shape[1])) for p in range(shape[0])
+        tuple(tuple(tuple(placed[p, d, c, t] for t in range(tensor)) for c in range(context)) for d in range(data))
+        for p in range(pipeline)
     )
-    return Grid(*shape, ranks)
+    return Grid(pipeline, data, context, tensor, ranks)
 
 
-def _coordinate(row: RankPlacement) -> tuple[int, int, int]:
-    return row.pipeline, row.data, row.tensor
+def _coordinate(row: RankPlacement) -> tuple[int, int, int, int]:
+    return row.pipeline, row.data, row.context, row.tensor
 
 
 def _check_stages(plan: Plan, grid: Grid) -> None:
@@ -109,7 +117,7 @@ def _check_stages(plan: Plan, grid: Grid) -> None:
                 field=f"stages[{position}]",
                 mend="list the stages in the order of their layers, on pipeline ranks counted from 0.",
             )
-        held_by = {rank for group in grid.ranks[stage.pipeline_rank] for rank in group}
+        held_by = set(grid.ranks_of(stage.pipeline_rank))
         if set(stage.ranks) != held_by:
             raise LayoutError(
                 f"ranks {sorted(stage.ranks)} are not those placed on pipeline rank {stage.pipeline_rank}: "

@@ -20,7 +20,7 @@ from planner.executor.support import Grid
 def mesh() -> Iterator[Mesh]:
     """One rank, alone."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield build_mesh(Grid(1, 1, 1, (((0,),),)), "cpu")
+    yield build_mesh(Grid(1, 1, 1, 1, ((((0,),),),)), "cpu")
     dist.destroy_process_group()
 
 

@@ -31,14 +31,14 @@ def test_grid_places_every_rank() -> None:
     """Pipeline is the outermost axis, tensor the innermost."""
     grid = grid_of(make_plan(LAYERS, (2, 2), data=2, tensor=2))
     assert grid.size == 8
-    assert grid.ranks == (((0, 1), (2, 3)), ((4, 5), (6, 7)))
+    assert grid.ranks == ((((0, 1),), ((2, 3),)), (((4, 5),), ((6, 7),)))
 
 
 def test_any_placement_that_fills_the_grid_will_do() -> None:
     """Ranks may stand in any order: here the two pipeline ranks have changed places."""
     plan = make_plan(LAYERS, (2, 2))
     swapped = _changed(plan, placement__0__pipeline=1, placement__1__pipeline=0)
-    assert grid_of(swapped).ranks == (((1,),), ((0,),))
+    assert grid_of(swapped).ranks == ((((1,),),), (((0,),),))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_optimizers_of_whole_matrices_take_no_shards(optimizer: str) -> None:
 
 def test_placement_with_a_hole_is_refused() -> None:
     """Two ranks on one coordinate leave another one empty."""
-    with pytest.raises(LayoutError, match="do not fill the grid of pipeline 2 x data 1 x tensor 1 = 2 ranks"):
+    with pytest.raises(LayoutError, match="do not fill the grid of pipeline 2 x data 1 x context 1 x tensor 1 = 2 ranks"):
         check_plan(_changed(make_plan(LAYERS, (2, 2)), placement__1__pipeline=0))
 
 
