@@ -248,6 +248,19 @@ def moved_bytes(ogp: OgpRecipe, count: ParameterCount) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class _Spent:
+    """Ticks of one layer and micro-batch that no data-parallel degree and no ZeRO stage changes."""
+
+    forward: int
+    backward: int
+    backward_weight: int
+    recompute: int
+    forward_exchange: int
+    backward_exchange: int
+    replayed_exchange: int
+
+
+@dataclass(frozen=True, slots=True)
 class _LayerPricing:
     """Prices the measurement rows of one layer."""
 
@@ -260,29 +273,21 @@ class _LayerPricing:
     here for all modes: measured noise between the rows must not make one mode's forward faster than another's."""
 
     def cost(self, row: Measurement) -> LayerCost:
-        work, zero = self.work, self.layout.zero_stage
-        seconds = self._computation(row)
-        forward_exchange = self._exchange_ticks(self.plain, "forward")
-        backward_exchange = self._exchange_ticks(row, "backward")
-        plain = seconds if row is self.plain else self._computation(self.plain)
-        forward = ticks(plain.forward_seconds)
-        weight = ticks(seconds.backward_weight_seconds)
-        backward = ticks(seconds.backward_input_seconds) + weight
-        recompute = ticks(seconds.recompute_seconds)
-        replayed_exchange = forward_exchange if row.recompute == "full" else 0
+        work, zero, spent = self.work, self.layout.zero_stage, self._spent(row)
         count = self.local_parameters()
         parameters = count.elements
-        gathers = self._gathers(parameters, forward, backward + recompute)
+        gathers = self._gathers(parameters, spent.forward, spent.backward + spent.recompute)
+        backward_exchange = spent.backward_exchange + spent.replayed_exchange
         return LayerCost(
             mode=row.recompute,
-            forward_compute_ticks=forward,
-            backward_compute_ticks=backward,
-            backward_weight_ticks=weight,
-            recompute_ticks=recompute,
-            communication_ticks=forward_exchange + backward_exchange + replayed_exchange,
+            forward_compute_ticks=spent.forward,
+            backward_compute_ticks=spent.backward,
+            backward_weight_ticks=spent.backward_weight,
+            recompute_ticks=spent.recompute,
+            communication_ticks=spent.forward_exchange + backward_exchange,
             gather_ticks=sum(gathers),
-            forward_ticks=forward + forward_exchange + gathers[0],
-            backward_ticks=backward + recompute + backward_exchange + replayed_exchange + gathers[1],
+            forward_ticks=spent.forward + spent.forward_exchange + gathers[0],
+            backward_ticks=spent.backward + spent.recompute + backward_exchange + gathers[1],
             optimizer_ticks=self._optimizer_ticks(count),
             reduction_ticks=self._reduction_ticks(parameters),
             parameters=parameters,
@@ -294,6 +299,29 @@ class _LayerPricing:
             output_bytes=self.plain.output_bytes,
             temporary_bytes=self._allocated(row.temporary_bytes),
             model_flops=self.plain.forward_flops + self.plain.backward_input_flops + self.plain.backward_weight_flops,
+        )
+
+    def _spent(self, row: Measurement) -> _Spent:
+        """Kept per workload: rows know their micro-batch size and what splits the layer, nothing else matters here."""
+        known: dict[int, _Spent] = self.work.spent
+        found = known.get(id(row))
+        if found is None:
+            found = known[id(row)] = self._measured(row)
+        return found
+
+    def _measured(self, row: Measurement) -> _Spent:
+        seconds = self._computation(row)
+        forward_exchange = self._exchange_ticks(self.plain, "forward")
+        plain = seconds if row is self.plain else self._computation(self.plain)
+        weight = ticks(seconds.backward_weight_seconds)
+        return _Spent(
+            forward=ticks(plain.forward_seconds),
+            backward=ticks(seconds.backward_input_seconds) + weight,
+            backward_weight=weight,
+            recompute=ticks(seconds.recompute_seconds),
+            forward_exchange=forward_exchange,
+            backward_exchange=self._exchange_ticks(row, "backward"),
+            replayed_exchange=forward_exchange if row.recompute == "full" else 0,
         )
 
     def _computation(self, row: Measurement) -> Computation:

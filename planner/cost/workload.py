@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from planner.errors import DocumentError, MismatchError, UnsupportedError
 from planner.spec.calibration import DEFAULT, Constants, constants_for
@@ -83,6 +84,11 @@ class Workload:
             tables.append(table)
         sizes = set(tables[0]).intersection(*tables[1:])
         return {size: tuple(table[size] for table in tables) for size in sorted(sizes)}
+
+    @cached_property
+    def spent(self) -> dict[int, Any]:
+        """What `planner.cost.layers` has priced already, by the identity of a measurement row."""
+        return {}
 
 
 def _rows_by_size(layer: LayerProfile, sequence_length: int) -> _RowTable:
