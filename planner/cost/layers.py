@@ -437,7 +437,7 @@ def _shared_costs(
     work: Workload, layout: Layout, layers: Sequence[dict[RecomputeMode, LayerCost]]
 ) -> tuple[SharedCost, ...]:
     order = {layer.name: index for index, layer in enumerate(work.profile.layers)}
-    ogp, data = work.recipe, layout.data_parallel_degree
+    ogp, data = work.recipe, layout.data_parallel_degree * layout.context_parallel_degree
     between = work.inter_node if layout.devices > work.devices_per_node and work.inter_node else work.intra_node
     shards = [data if layout.zero_stage >= level else 1 for level in (3, 2, 1)]
     costs = []
