@@ -5,7 +5,7 @@ Layers of one kind are counted once (`profiler.layer_count` says how one is coun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 
@@ -82,7 +82,18 @@ class Counter:
             trace = trace.keeping("none", trace.count.input_bytes)
         if "selective" in trace.keeps_outputs and not all(other.keeps_inputs[0] for other in after):
             trace = trace.keeping("selective", trace.keeps_outputs["selective"][0] * trace.count.output_bytes)
+        if kind == self.layers[0].kind:
+            for mode in trace.count.modes:
+                trace = trace.keeping(mode, self._bytes_ahead(size))
         return trace.count
+
+    def _bytes_ahead(self, size: Size) -> int:
+        """What the model makes ahead of its layers and they keep, such as rotary tables: each once. Every rank of a
+        tensor-parallel group has them whole."""
+        made: dict[Hashable, int] = {}
+        for kind in self.representatives:
+            made |= self._trace(kind, size, 1).ahead
+        return sum(made.values())
 
     def _beside(self, kind: str, step: int) -> set[str]:
         """Kinds of the layers right before (-1) or after (+1) layers of this kind."""

@@ -9,15 +9,17 @@ apart):
                forward that runs again included; recompute_flops = those of the backward beyond the plain one's
                (`profiler.recompute`)
 
-Kept storages that belong to no layer, because what runs ahead of the blocks makes them once per stage (rotary tables),
-count as temporary. Steady state of training: gradients exist, so a new weight gradient lives only until it is added.
-Attention is the fused kernel of a CUDA device. The last layer includes the loss: mean cross entropy in fp32.
+Kept storages that belong to no layer, because what runs ahead of the blocks makes them once for all (rotary tables),
+are charged to the first layer of the model, whose stage makes them (`profiler.count`). A stage that begins later makes
+its own: for that they count as temporary in the layers that keep them, once, however many micro-batches are in flight.
+Steady state of training: gradients exist, so a new weight gradient lives only until it is added. Attention is the fused
+kernel of a CUDA device. The last layer includes the loss: mean cross entropy in fp32.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -52,9 +54,11 @@ class LayerTrace:
     """Outputs that a mode keeps, which `count` leaves out."""
     outputs: Tensors
     """On meta, without history."""
+    ahead: Mapping[Hashable, int]
+    """Bytes of what it keeps, and what runs ahead of the layer made, by `Earlier.name`; `count` leaves them out."""
 
     def keeping(self, mode: RecomputeMode, size_bytes: int) -> LayerTrace:
-        """The same layer, charged in this mode with so many bytes of tensors at its borders."""
+        """The same layer, charged in this mode with so many bytes that it did not count."""
         old = self.count.modes[mode]
         temporaries = tuple(value - size_bytes for value in old.temporaries)
         new = replace(old, kept_bytes=old.kept_bytes + size_bytes, temporaries=temporaries)
@@ -66,7 +70,8 @@ class _Kept:
     """What autograd holds at the end of the forward."""
 
     own_bytes: int
-    shared_bytes: int
+    ahead: Mapping[Hashable, int]
+    """Of what ran ahead of the layer: bytes by `Earlier.name`."""
     inputs: tuple[bool, ...]
     outputs: tuple[bool, ...]
 
@@ -120,7 +125,7 @@ class _Pass:
     """Bytes after every operation of forward and backward."""
     between_bytes: int = 0
     """Live between forward and backward, without the output."""
-    kept: _Kept = _Kept(0, 0, (), ())
+    kept: _Kept = _Kept(0, {}, (), ())
     outputs: Tensors = ()
     """On meta, without history."""
 
@@ -144,7 +149,8 @@ class _Pass:
 
     def above(self, kept_bytes: int) -> tuple[int, ...]:
         """Live bytes beyond those that are kept; what the layers of a stage share counts as if this one held it."""
-        return tuple(value + self.kept.shared_bytes - kept_bytes for value in self.live)
+        shared_bytes = sum(self.kept.ahead.values())
+        return tuple(value + shared_bytes - kept_bytes for value in self.live)
 
     def _kept(self, inputs: Tensors, outputs: Tensors) -> _Kept:
         storages = {id(storage): storage for reference in self.saved if (storage := reference()) is not None}
@@ -153,13 +159,14 @@ class _Pass:
         )
         for output in outputs:
             storages.pop(id(output.untyped_storage()), None)
-        own = shared = 0
+        own, ahead = 0, {}
         for storage in storages.values():
-            if self.watcher.is_earlier(storage):
-                shared += storage.nbytes()
+            earlier = self.watcher.earlier(storage)
+            if earlier is not None:
+                ahead[earlier.name] = storage.nbytes()
             elif not self.watcher.is_owned(storage):
                 own += storage.nbytes()
-        return _Kept(own, shared, of_inputs, of_outputs)
+        return _Kept(own, ahead, of_inputs, of_outputs)
 
 
 class LayerRun:
@@ -212,7 +219,7 @@ class LayerRun:
             exchanges=exchanges,
             modes=modes,
         )
-        return LayerTrace(count, kept.inputs, keeps_outputs, plain.outputs)
+        return LayerTrace(count, kept.inputs, keeps_outputs, plain.outputs, kept.ahead)
 
     def _recomputed(self, inputs: Tensors, plain: _Pass) -> dict[RecomputeMode, _Recomputed]:
         """The modes that recompute. Selective is left out where it runs nothing again, or the same as full."""

@@ -8,8 +8,10 @@ from torch.utils.flop_counter's formulas. Nothing is computed: meta tensors have
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from profiler.attention import efficient_attention
+from profiler.collectives import COLLECTIVES
 from profiler.experts import GROUPED_PRODUCT
 from profiler.quantities import Kernel
 from profiler.recurrent import fused_lstm
@@ -31,8 +34,8 @@ MATMULS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})
 ATTENTIONS = frozenset({aten._scaled_dot_product_flash_attention, torch.ops.planner.attention})
 GATHERS = frozenset({aten.embedding, aten.gather, aten.index_select, aten.index, aten.nll_loss_forward})
 """Read only the rows that the indices name, not the whole table."""
-BOOKKEEPING = frozenset({aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided})
-"""Allocate without moving bytes."""
+BOOKKEEPING = COLLECTIVES | {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+"""Allocate without moving bytes of this device: collectives are priced by the links."""
 
 
 class FusedAttention(TorchFunctionMode):
@@ -74,6 +77,16 @@ def _fused_attention(
     return output
 
 
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """A storage that what runs ahead of a layer made."""
+
+    name: Hashable
+    """The operation, the tensor that it made, and which of such it was: the same in every stage that runs the same code
+    ahead of its layers."""
+    storage: weakref.ref[UntypedStorage]
+
+
 class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts while `recording`; everything that exists when recording starts belongs to others."""
 
@@ -89,7 +102,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Live bytes after every operation."""
         self._live: dict[int, weakref.ref[UntypedStorage]] = {}
         self._owned: dict[int, UntypedStorage] = {}
-        self._earlier: dict[int, weakref.ref[UntypedStorage]] = {}
+        self._earlier: dict[int, Earlier] = {}
+        self._made_earlier: Counter[Hashable] = Counter()
 
     def own(self, tensors: Iterable[Tensor | None]) -> None:
         """Parameters, gradients and buffers: somebody else counts them."""
@@ -111,9 +125,9 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storages = {id(tensor.untyped_storage()): tensor.untyped_storage() for tensor in tensors}
         return sum(storage.nbytes() for key, storage in storages.items() if key in self._live)
 
-    def is_earlier(self, storage: UntypedStorage) -> bool:
-        """Was it made before recording, by what runs ahead of the layer?"""
-        return id(storage) in self._earlier
+    def earlier(self, storage: UntypedStorage) -> Earlier | None:
+        """The storage, if it was made before recording, by what runs ahead of the layer."""
+        return self._earlier.get(id(storage))
 
     def is_owned(self, storage: UntypedStorage) -> bool:
         """Was it given to `own`?"""
@@ -135,9 +149,17 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._record(func, args, kwargs or {}, output)
         else:
             for tensor in _tensors(output):
-                storage = tensor.untyped_storage()
-                self._earlier[id(storage)] = weakref.ref(storage, partial(_forget, self._earlier, id(storage)))
+                self._see_earlier(func, tensor)
         return output
+
+    def _see_earlier(self, func: Any, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key not in self._earlier and key not in self._owned:
+            like = (func, tuple(tensor.shape), tensor.dtype)
+            self._made_earlier[like] += 1
+            reference = weakref.ref(storage, partial(_forget, self._earlier, key))
+            self._earlier[key] = Earlier((*like, self._made_earlier[like]), reference)
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         given, made = _tensors((args, kwargs)), _tensors(output)

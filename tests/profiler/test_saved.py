@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from planner.spec.profile import RecomputeMode
 from profiler.count import Counter
+from profiler.cut import Recompute
 from profiler.models import ModelSource, load_model
 from tests.profiler.conftest import TINY
 
@@ -151,17 +152,49 @@ def _saved_by_model(source: ModelSource, inputs: tuple[Tensor, ...]) -> int:
     return sum(storage.nbytes() for key, storage in storages.items() if key not in owned)
 
 
-@pytest.mark.parametrize("name", ["catalogue", "unet", "mixtral"])
+def _counted_whole(counter: Counter, mode: RecomputeMode, size: tuple[int, int]) -> tuple[int, Recompute]:
+    """Counted bytes of all layers, each in the mode if it has it, and the modes; without what only CUDA keeps."""
+    total, modes = 0, {}
+    for index, layer in enumerate(counter.layers):
+        count = counter.count(layer.kind, *size)
+        modes[index] = mode if mode in count.modes else "none"
+        attentions = sum(kernel.kind == "attention" for kernel in count.kernels) if modes[index] != "full" else 0
+        total += count.modes[modes[index]].kept_bytes - RANDOM_STATE_BYTES * attentions
+    return total, modes
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "catalogue", "unet", "mixtral"])
 def test_layers_add_up_to_what_the_whole_model_keeps(name: str, tmp_path: Path):
-    """ResNet-50 as it is, long skips and experts: the sum over the layers is what one real forward keeps."""
+    """ResNet-50 as it is, long skips, rotary tables and experts: the sum over the layers is what one real forward
+    keeps."""
     source = load_model("resnet-50") if name == "catalogue" else _load(name, tmp_path)
-    counter = Counter(source, "fp32")
     size = (BATCH, TOKENS if source.input_kind == "tokens" else 0)
-    counts = [counter.count(layer.kind, *size) for layer in source.cut().layers]
-    counted = sum(each.modes["none"].kept_bytes for each in counts)
-    counted -= RANDOM_STATE_BYTES * sum(kernel.kind == "attention" for each in counts for kernel in each.kernels)
-    tables = 2 * TOKENS * 8 * 4 if name == "mixtral" else 0  # sine and cosine, once for all layers
-    assert counted + tables == _saved_by_model(source, source.example_inputs(*size))
+    counted, _ = _counted_whole(Counter(source, "fp32"), "none", size)
+    assert counted == _saved_by_model(source, source.example_inputs(*size))
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "resnet-50", "mixtral"])
+def test_recomputed_layers_add_up_to_what_the_whole_model_keeps(name: str, mode: RecomputeMode, tmp_path: Path):
+    """With recomputation, too: nothing else lives between forward and backward, but inputs and outputs of the model,
+    and the position ids (8 bytes per token) that torch's checkpoint holds for the blocks of a model with rotary
+    tables."""
+    source = _load(name, tmp_path)
+    size = (BATCH, TOKENS if source.input_kind == "tokens" else 0)
+    counted, modes = _counted_whole(Counter(source, "fp32"), mode, size)
+    model = source.cut().stage(source.build(), 0, len(modes), recompute=modes)
+    inputs = source.example_inputs(*size)
+    if hasattr(model.__dict__.get("forward"), "prepare"):
+        model.__dict__["forward"].prepare(*inputs)
+    live = _Live()
+    with live:
+        logits = model(*inputs)
+        targets = torch.zeros(logits.shape[:-1], dtype=torch.long)
+        loss = cross_entropy(logits.flatten(0, -2), targets.flatten())
+    owned = (*model.parameters(), *model.buffers(), *inputs, logits, targets, loss)
+    kept = live.bytes_without({id(each.untyped_storage()) for each in owned})
+    positions = 8 * TOKENS if name in ("llama", "mixtral") else 0
+    assert counted + positions == kept + sum(each.nbytes for each in inputs)
 
 
 class _Megatron(nn.Module):
