@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from planner.spec.profile import DataType, Measurement, ModelProfile, RecomputeMode
-from profiler import tensor_parallel
 from profiler.cut import Borders, CutLayer, Size, TensorChain
 from profiler.layer_count import LayerRun, LayerTrace
 from profiler.models import ModelSource
 from profiler.parameters import hidden_matrices, shapes_of
 from profiler.quantities import LayerCount, Limits, layer_profiles, rows_of
-from profiler.shard import Exchanges, shard
+from profiler.shard import Exchanges, border_split, shard_layer
+from profiler.splits import WHOLE, Split, splits
 
 Progress = Callable[[int, int, str], None]
 """Called with (steps done, steps in all, what is being done)."""
@@ -48,8 +48,8 @@ class Counter:
         self.cut = source.cut()
         self.layers = self.cut.layers
         self._known_borders: dict[Size, Borders] = {}
-        self._stages: dict[tuple[int, int], tuple[nn.Module, Exchanges]] = {}
-        self._traces: dict[tuple[str, Size, int], LayerTrace] = {}
+        self._stages: dict[tuple[int, Split], tuple[nn.Module, Exchanges]] = {}
+        self._traces: dict[tuple[str, Size, Split], LayerTrace] = {}
 
     @cached_property
     def representatives(self) -> dict[str, int]:
@@ -68,15 +68,15 @@ class Counter:
         """Elements of a whole layer of every kind."""
         return {kind: _elements(self.source, self.layers[index]) for kind, index in self.representatives.items()}
 
-    def count(self, kind: str, micro_batch_size: int, sequence_length: int, degree: int = 1) -> LayerCount:
-        """Count the layer of this kind on one rank of a tensor-parallel group of this degree."""
+    def count(self, kind: str, micro_batch_size: int, sequence_length: int, split: Split = WHOLE) -> LayerCount:
+        """Count the layer of this kind on one of the ranks that it is split over."""
         size = (micro_batch_size, sequence_length)
-        trace = self._trace(kind, size, degree)
+        trace = self._trace(kind, size, split)
         if not isinstance(self.cut.chain, TensorChain):
             for mode in trace.keeps_outputs:
                 trace = trace.keeping(mode, self._unclaimed_bytes(kind, trace, mode, size))
             return trace.count
-        before, after = ([self._trace(other, size, degree) for other in self._beside(kind, step)] for step in (-1, 1))
+        before, after = ([self._trace(other, size, split) for other in self._beside(kind, step)] for step in (-1, 1))
         if not trace.keeps_inputs[0] and any(other.keeps_outputs["none"][0] for other in before):
             # Who keeps its own output (an activation in place) does not count it: the layer that takes it does.
             trace = trace.keeping("none", trace.count.input_bytes)
@@ -92,7 +92,7 @@ class Counter:
         tensor-parallel group has them whole."""
         made: dict[Hashable, int] = {}
         for kind in self.representatives:
-            made |= self._trace(kind, size, 1).ahead
+            made |= self._trace(kind, size, WHOLE).ahead
         return sum(made.values())
 
     def _beside(self, kind: str, step: int) -> set[str]:
@@ -106,16 +106,16 @@ class Counter:
         total = 0
         for place, output in enumerate(trace.outputs):
             readers = self.cut.chain.readers(index, place)
-            claimed = any(self._trace(self.layers[at].kind, size, 1).keeps_inputs[where] for at, where in readers)
+            claimed = any(self._trace(self.layers[at].kind, size, WHOLE).keeps_inputs[where] for at, where in readers)
             if trace.keeps_outputs[mode][place] and readers and not claimed:
                 total += output.nbytes
         return total
 
-    def _trace(self, kind: str, size: Size, degree: int) -> LayerTrace:
-        key = (kind, size, degree)
+    def _trace(self, kind: str, size: Size, split: Split) -> LayerTrace:
+        key = (kind, size, split)
         if key not in self._traces:
             index = self.representatives[kind]
-            stage, exchanges = self._stage(index, degree)
+            stage, exchanges = self._stage(index, split)
             with_loss = index == len(self.layers) - 1
             run = LayerRun(
                 stage,
@@ -127,17 +127,17 @@ class Counter:
             is_simple = isinstance(self.cut.chain, TensorChain)
             handed = None if is_simple else self._borders(size).output_bytes[index]
             shapes = shapes_of(stage, self._hidden)
-            self._traces[key] = run.trace(self._inputs(index, size), shapes, handed_bytes=handed)
+            self._traces[key] = run.trace(self._inputs(index, size, split), shapes, handed_bytes=handed)
         return self._traces[key]
 
-    def _inputs(self, index: int, size: Size) -> tuple[Tensor, ...]:
+    def _inputs(self, index: int, size: Size, split: Split) -> tuple[Tensor, ...]:
         """What the layer takes; in a chain the output of the layer before, shaped as that layer's kind gives it, which
         needs no run of the whole model."""
         if not isinstance(self.cut.chain, TensorChain):
             return self._borders(size).takes[index]
         if index == 0:
             return self._examples(*size)[:1]
-        (output,) = self._trace(self.layers[index - 1].kind, size, 1).outputs
+        (output,) = self._trace(self.layers[index - 1].kind, size, border_split(split)).outputs
         return (torch.empty(output.shape, dtype=self.dtype, device="meta", requires_grad=True),)
 
     def _examples(self, micro_batch_size: int, sequence_length: int) -> tuple[Tensor, ...]:
@@ -151,17 +151,16 @@ class Counter:
             self._known_borders[size] = self.cut.chain.borders(model, self._examples, size)
         return self._known_borders[size]
 
-    def _stage(self, index: int, degree: int) -> tuple[nn.Module, Exchanges]:
-        if (index, degree) not in self._stages:
+    def _stage(self, index: int, split: Split) -> tuple[nn.Module, Exchanges]:
+        if (index, split) not in self._stages:
             with _building(self.dtype):
                 model = self.source.build()
-            styles = tensor_parallel.plan(self.source) if degree > 1 else {}
             stage = self.cut.layer(model, index)
-            exchanges = shard(stage, tensor_parallel.split_modules(stage, styles), degree)
+            exchanges = shard_layer(stage, self.source, index, split)
             for parameter in stage.parameters():
                 parameter.grad = torch.empty_like(parameter)
-            self._stages[index, degree] = stage, exchanges
-        return self._stages[index, degree]
+            self._stages[index, split] = stage, exchanges
+        return self._stages[index, split]
 
 
 def _elements(source: ModelSource, layer: CutLayer) -> int:
@@ -190,6 +189,8 @@ def count(
     micro_batch_size: int,
     sequence_length: int,
     tensor_parallel_degree: int = 1,
+    sequence_parallel: bool = False,
+    expert_parallel_degree: int = 1,
     recompute: RecomputeMode = "none",
     dtype: DataType = "fp32",
 ) -> dict[str, Measurement]:
@@ -200,7 +201,8 @@ def count(
     """
     check_request(source, sequence_length, (micro_batch_size,), (tensor_parallel_degree,))
     counter = Counter(source, dtype)
-    size = (micro_batch_size, sequence_length, tensor_parallel_degree)
+    split = Split(tensor_parallel_degree, sequence_parallel, expert=expert_parallel_degree)
+    size = (micro_batch_size, sequence_length, split)
     counts = {kind: counter.count(kind, *size) for kind in counter.representatives}
     return {kind: each.measurement(*size, recompute) for kind, each in counts.items() if recompute in each.modes}
 
@@ -211,10 +213,16 @@ def profile(
     sequence_length: int,
     micro_batch_sizes: tuple[int, ...],
     tensor_parallel_degrees: tuple[int, ...] = (1,),
+    sequence_parallel: bool = False,
+    expert_parallel_degrees: tuple[int, ...] = (1,),
     dtype: DataType = "fp32",
     progress: Progress | None = None,
 ) -> ModelProfile:
     """The counted profile of a model: rows for every micro-batch size, degree and recompute mode.
+
+    Args:
+        sequence_parallel: also count tensor-parallel degrees with sequence parallelism, where the model can be split so
+            and the sequence divides.
 
     Raises:
         DocumentError: a size or degree that the model does not take.
@@ -222,7 +230,13 @@ def profile(
     """
     check_request(source, sequence_length, micro_batch_sizes, tensor_parallel_degrees)
     counter = Counter(source, dtype)
-    sizes = [(size, sequence_length, degree) for degree in tensor_parallel_degrees for size in micro_batch_sizes]
+    found = splits(
+        tensor_parallel_degrees,
+        sequence_length=sequence_length,
+        with_sequence=sequence_parallel and source.can_split_sequences(),
+        expert_degrees=expert_parallel_degrees,
+    )
+    sizes = [(size, sequence_length, split) for split in found for size in micro_batch_sizes]
     kinds = list(counter.representatives)
     rows: dict[str, tuple[Measurement, ...]] = {}
     for done, kind in enumerate(kinds):

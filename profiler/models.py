@@ -148,6 +148,12 @@ class ModelSource:
 
         return degrees(self)
 
+    def can_split_sequences(self) -> bool:
+        """Can tensor-parallel ranks share out the tokens between their regions? (`profiler.sequence_parallel`)"""
+        from profiler.sequence_parallel import refusal
+
+        return not refusal(self)
+
     @cached_property
     def digest(self) -> str:
         """sha256 over the sorted (name, shape) of all parameters, as lower-case hex."""

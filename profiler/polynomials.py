@@ -19,7 +19,7 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-from profiler.quantities import Exchange, Kernel, LayerCount, ModeCount
+from profiler.quantities import Exchange, GroupName, Kernel, LayerCount, ModeCount
 
 Size = tuple[int, int]
 """Micro-batch size and sequence length."""
@@ -37,6 +37,8 @@ SCALARS = (
     "local_muon_flops",
     "local_factored_elements",
 )
+SPLIT_SCALARS = ("local_expert_parameters",)
+"""Stored only where a split makes them other than zero."""
 MODE_SCALARS = ("kept_bytes", "recompute_flops")
 KERNEL_FIGURES = ("flops", "bytes", "m", "n", "k", "batch")
 
@@ -109,6 +111,7 @@ def fit_layer(counts: Mapping[Size, LayerCount]) -> dict[str, Any]:
     first = next(iter(counts.values()))
     return {
         **{name: fitted[name, 0, name] for name in SCALARS},
+        **{name: fitted[name, 0, name] for name in SPLIT_SCALARS if fitted[name, 0, name]},
         "modes": {
             name: {
                 **{figure: fitted[name, 0, figure] for figure in MODE_SCALARS},
@@ -122,14 +125,22 @@ def fit_layer(counts: Mapping[Size, LayerCount]) -> dict[str, Any]:
             for i, each in enumerate(first.kernels)
         ],
         "exchanges": [
-            (each.phase, each.operation, fitted["exchanges", i, "bytes"]) for i, each in enumerate(first.exchanges)
+            (each.phase, each.operation, fitted["exchanges", i, "bytes"], *_group(each))
+            for i, each in enumerate(first.exchanges)
         ],
     }
 
 
+def _group(exchange: Exchange) -> tuple[GroupName, ...]:
+    """Stored where it is not the tensor-parallel group."""
+    return () if exchange.group == "tensor" else (exchange.group,)
+
+
 def _flatten(count: LayerCount) -> dict[tuple[str, int, str], int]:
     """Every number of a count under (field, index, figure)."""
-    numbers: dict[tuple[str, int, str], int] = {(name, 0, name): getattr(count, name) for name in SCALARS}
+    numbers: dict[tuple[str, int, str], int] = {
+        (name, 0, name): getattr(count, name) for name in (*SCALARS, *SPLIT_SCALARS)
+    }
     for name, mode in count.modes.items():
         numbers |= {(name, 0, figure): getattr(mode, figure) for figure in MODE_SCALARS}
         numbers |= {(name, i, "temporaries"): value for i, value in enumerate(mode.temporaries)}
@@ -142,7 +153,7 @@ def _check_same_shape(counts: Mapping[Size, LayerCount]) -> None:
     shapes = {
         (
             tuple(kernel.kind for kernel in count.kernels),
-            tuple((each.phase, each.operation) for each in count.exchanges),
+            tuple((each.phase, each.operation, each.group) for each in count.exchanges),
             tuple((name, len(mode.temporaries), mode.recomputed) for name, mode in count.modes.items()),
         )
         for count in counts.values()
@@ -174,6 +185,7 @@ def evaluate_layer(data: Mapping[str, Any], size: Size) -> LayerCount:
 
     return LayerCount(
         **{name: value(data[name]) for name in SCALARS},
+        **{name: value(data.get(name, ())) for name in SPLIT_SCALARS},
         modes={
             name: ModeCount(
                 **{figure: value(mode[figure]) for figure in MODE_SCALARS},
@@ -183,5 +195,7 @@ def evaluate_layer(data: Mapping[str, Any], size: Size) -> LayerCount:
             for name, mode in data["modes"].items()
         },
         kernels=tuple(Kernel(kind, *map(value, figures)) for kind, *figures in data["kernels"]),
-        exchanges=tuple(Exchange(phase, operation, value(size)) for phase, operation, size in data["exchanges"]),
+        exchanges=tuple(
+            Exchange(phase, operation, value(size), *group) for phase, operation, size, *group in data["exchanges"]
+        ),
     )

@@ -8,10 +8,12 @@ from typing import Literal, get_args
 
 from planner.errors import DocumentError
 from planner.spec.profile import Collective, CollectiveName, LayerProfile, Measurement, Operation, RecomputeMode
+from profiler.splits import Split
 
 SHORTEST_SEQUENCE = 2
 """Tokens: the first one has nothing to be predicted from."""
 
+GroupName = Literal["tensor", "context", "expert"]
 KernelKind = Literal["matmul", "attention", "convolution", "memory"]
 
 
@@ -32,12 +34,13 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One tensor-parallel collective of forward or backward."""
+    """One collective of forward or backward."""
 
     phase: Literal["forward", "backward"]
     operation: CollectiveName
     bytes: int
     """Of the full tensor."""
+    group: GroupName = "tensor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +76,21 @@ class LayerCount:
     exchanges: tuple[Exchange, ...]
     modes: dict[RecomputeMode, ModeCount]
     """Recompute modes that the layer has, from least to most recomputation."""
+    local_expert_parameters: int = 0
+    """Those of `local_parameters` that an expert-parallel group splits."""
 
     def measurement(
-        self, micro_batch_size: int, sequence_length: int, degree: int, recompute: RecomputeMode
+        self, micro_batch_size: int, sequence_length: int, split: Split, recompute: RecomputeMode
     ) -> Measurement:
         """The profile's row."""
         mode = self.modes[recompute]
         return Measurement(
             micro_batch_size=micro_batch_size,
             sequence_length=sequence_length,
-            tensor_parallel_degree=degree,
+            tensor_parallel_degree=split.tensor,
+            context_parallel_degree=split.context,
+            expert_parallel_degree=split.expert,
+            sequence_parallel=split.sequence,
             recompute=recompute,
             forward_flops=self.forward_flops,
             backward_input_flops=self.backward_input_flops,
@@ -92,6 +100,7 @@ class LayerCount:
             output_bytes=self.output_bytes,
             temporary_bytes=max(mode.temporaries),
             local_parameters=self.local_parameters,
+            local_expert_parameters=self.local_expert_parameters,
             local_matrix_elements=self.local_matrix_elements,
             local_muon_flops=self.local_muon_flops,
             local_factored_elements=self.local_factored_elements,
@@ -104,8 +113,8 @@ class LayerCount:
         )
 
 
-def rows_of(counts: Iterable[tuple[tuple[int, int, int], LayerCount]]) -> tuple[Measurement, ...]:
-    """The profile's rows of one layer from ((micro-batch size, sequence length, degree), count), mode by mode."""
+def rows_of(counts: Iterable[tuple[tuple[int, int, Split], LayerCount]]) -> tuple[Measurement, ...]:
+    """The profile's rows of one layer from ((micro-batch size, sequence length, split), count), mode by mode."""
     counts = list(counts)
     modes = get_args(RecomputeMode)
     return tuple(each.measurement(*size, mode) for mode in modes for size, each in counts if mode in each.modes)
@@ -137,7 +146,7 @@ def _collectives(exchanges: tuple[Exchange, ...]) -> tuple[Collective, ...]:
     for exchange in exchanges:
         counts[exchange] = counts.get(exchange, 0) + 1
     return tuple(
-        Collective(phase=each.phase, operation=each.operation, bytes=each.bytes, count=count)
+        Collective(group=each.group, phase=each.phase, operation=each.operation, bytes=each.bytes, count=count)
         for each, count in counts.items()
     )
 

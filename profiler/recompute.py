@@ -48,6 +48,9 @@ SAVED_OPERATIONS = frozenset(
         # Their stand-ins when counting on meta tensors.
         "planner::attention",
         "planner::grouped_mm",
+        "planner::all_gather",
+        "planner::reduce_scatter",
+        "planner::all_to_all",
     }
 )
 

@@ -1,22 +1,30 @@
-"""One rank's shard of a tensor-parallel stage, by shapes alone: what `parallelize_module` leaves on every rank.
+"""One rank's shard of a layer, by shapes alone: what `parallelize_module` leaves on every rank.
 
 Column-wise linear layers keep out_features / degree outputs, row-wise ones in_features / degree inputs and their whole
 bias; everything else stays whole (Shoeybi et al. 2019, "Megatron-LM", section 3). All-reduces do not change shapes and
-work in place; a gather makes the whole tensor. No process group is needed.
+work in place; a gather makes the whole tensor. With sequence parallelism the exchanges stand at the borders of the
+tensor-parallel regions (`profiler.sequence_parallel`). No process group is needed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from planner.errors import UnsupportedError
 from planner.spec.profile import CollectiveName
-from profiler.quantities import Exchange
+from profiler import collectives, tensor_parallel
+from profiler.quantities import Exchange, GroupName
+from profiler.sequence_parallel import DIMENSION, SequencePlan, enter_regions, split_borders
+from profiler.splits import WHOLE, Split
 from profiler.tensor_parallel import COLUMN_STYLES, REPLICATED_STYLES, ROW_STYLES
+from profiler.transformer_cut import TransformerChain
+
+if TYPE_CHECKING:
+    from profiler.models import ModelSource
 
 
 @dataclass(slots=True)
@@ -26,9 +34,22 @@ class Exchanges:
     _rows: list[Exchange] = field(default_factory=list)
     _inputs: list[Tensor] = field(default_factory=list)
 
-    def add(self, phase: Literal["forward", "backward"], operation: CollectiveName, tensor: Tensor) -> None:
+    def add(
+        self,
+        phase: Literal["forward", "backward"],
+        operation: CollectiveName,
+        tensor: Tensor,
+        group: GroupName = "tensor",
+    ) -> None:
         """One collective over the whole of this tensor."""
-        self._rows.append(Exchange(phase, operation, tensor.nbytes))
+        self._rows.append(Exchange(phase, operation, tensor.nbytes, group))
+
+    def add_both(self, forward: CollectiveName | None, backward: CollectiveName | None, whole: Tensor) -> None:
+        """One collective over the whole of this tensor on the way there, and one of its gradient on the way back."""
+        if forward is not None:
+            self.add("forward", forward, whole)
+        if backward is not None and whole.requires_grad:
+            self.add("backward", backward, whole)
 
     def add_column_input(self, tensor: Tensor) -> None:
         """The gradient of what a column-wise group reads is summed once, however many modules read it."""
@@ -43,11 +64,37 @@ class Exchanges:
         return rows
 
 
-def shard(stage: nn.Module, styles: dict[str, str], degree: int) -> Exchanges:
+def border_split(split: Split) -> Split:
+    """What of a split shapes the tensors that layers hand on."""
+    return Split(split.tensor, sequence=True) if split.sequence else WHOLE
+
+
+def shard_layer(layer: nn.Module, source: ModelSource, index: int, split: Split) -> Exchanges:
+    """Cut a stage of one layer on the meta device down to one rank's shard, in place.
+
+    Raises:
+        UnsupportedError: the layer cannot be split so.
+    """
+    styles = tensor_parallel.split_modules(layer, tensor_parallel.plan(source)) if split.tensor > 1 else {}
+    if not split.sequence:
+        return shard(layer, styles, split.tensor)
+    chain = source.cut().chain
+    assert isinstance(chain, TransformerChain)  # else no sequence is split
+    plan = SequencePlan.of(layer, chain.blocks_name, styles)
+    inside = frozenset(name for name in styles if name.startswith(f"{chain.blocks_name}."))
+    exchanges = shard(layer, styles, split.tensor, in_regions=inside)
+    _share_sequence(layer, chain, index, plan, split.tensor, exchanges)
+    return exchanges
+
+
+def shard(
+    stage: nn.Module, styles: dict[str, str], degree: int, *, in_regions: frozenset[str] = frozenset()
+) -> Exchanges:
     """Cut a stage on the meta device down to one rank's shard, in place.
 
     Args:
         styles: style by qualified module name (`profiler.tensor_parallel.split_modules`).
+        in_regions: those of the modules whose exchanges stand at the borders of their regions.
 
     Raises:
         UnsupportedError: a split module that is no `nn.Linear`.
@@ -66,18 +113,55 @@ def shard(stage: nn.Module, styles: dict[str, str], degree: int) -> Exchanges:
                 mend="use degree 1.",
             )
         elif style in COLUMN_STYLES:
-            _split_columns(module, degree, exchanges, gather=style == "colwise_gather_output")
+            _split_columns(module, degree)
+            if name not in in_regions:
+                _add_column_exchanges(module, degree, exchanges, gather=style == "colwise_gather_output")
         elif style in ROW_STYLES:
-            _split_rows(module, degree, exchanges)
+            _split_rows(module, degree)
+            if name not in in_regions:
+                _add_row_exchange(module, exchanges)
     return exchanges
 
 
-def _split_columns(module: nn.Linear, degree: int, exchanges: Exchanges, *, gather: bool) -> None:
+def _share_sequence(
+    layer: nn.Module, chain: TransformerChain, index: int, plan: SequencePlan, degree: int, exchanges: Exchanges
+) -> None:
+    """Put the exchanges of sequence parallelism where they belong."""
+
+    def enter(part: Tensor) -> Tensor:
+        whole: Tensor = collectives.Enter.apply(part, degree, DIMENSION)  # type: ignore[no-untyped-call]
+        exchanges.add_both("all_gather", "reduce_scatter", whole)
+        return whole
+
+    def leave(module: nn.Module, arguments: Any, whole: Tensor) -> Tensor:
+        exchanges.add_both("reduce_scatter", "all_gather", whole)
+        part: Tensor = collectives.Leave.apply(whole, degree, DIMENSION)  # type: ignore[no-untyped-call]
+        return part
+
+    def split(whole: Tensor) -> Tensor:
+        exchanges.add_both(None, "all_gather", whole)
+        part: Tensor = collectives.Take.apply(whole, degree, DIMENSION)  # type: ignore[no-untyped-call]
+        return part
+
+    def gather(part: Tensor) -> Tensor:
+        whole: Tensor = collectives.Gather.apply(part, degree, DIMENSION)  # type: ignore[no-untyped-call]
+        exchanges.add_both("all_gather", None, whole)
+        return whole
+
+    enter_regions(layer, plan.entered, enter)
+    for name in plan.left:
+        layer.get_submodule(name).register_forward_hook(leave)
+    split_borders(layer, chain, range(index, index + 1), parts=degree, split=split, gather=gather)
+
+
+def _split_columns(module: nn.Linear, degree: int) -> None:
     module.out_features //= degree
     module.weight = _empty(module.weight, (module.out_features, module.in_features))
     if module.bias is not None:
         module.bias = _empty(module.bias, (module.out_features,))
 
+
+def _add_column_exchanges(module: nn.Linear, degree: int, exchanges: Exchanges, *, gather: bool) -> None:
     def before(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         exchanges.add_column_input(arguments[0])
 
@@ -91,10 +175,12 @@ def _split_columns(module: nn.Linear, degree: int, exchanges: Exchanges, *, gath
         module.register_forward_hook(after)
 
 
-def _split_rows(module: nn.Linear, degree: int, exchanges: Exchanges) -> None:
+def _split_rows(module: nn.Linear, degree: int) -> None:
     module.in_features //= degree
     module.weight = _empty(module.weight, (module.out_features, module.in_features))
 
+
+def _add_row_exchange(module: nn.Linear, exchanges: Exchanges) -> None:
     def after(_: nn.Module, arguments: Any, output: Tensor) -> None:
         exchanges.add("forward", "all_reduce", output)
 

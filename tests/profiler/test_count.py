@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from planner.errors import DocumentError
 from profiler.count import Counter, count, profile
 from profiler.models import load_model
+from profiler.splits import WHOLE
 
 CALLABLES = "tests.profiler.callables"
 BATCH, TOKENS = 3, 20
@@ -143,11 +144,11 @@ def test_temporary_bytes_of_a_linear_layer():
     source = load_model(f"{CALLABLES}:mlp")
     counter = Counter(source, "fp32")
     kinds = [layer.kind for layer in source.cut().layers]
-    row = counter.count(kinds[2], BATCH, 0).measurement(BATCH, 0, 1, "none")
+    row = counter.count(kinds[2], BATCH, 0).measurement(BATCH, 0, WHOLE, "none")
     activation, weight, bias = BATCH * 16 * 4, 16 * 16 * 4, 16 * 4
     assert row.activation_bytes == activation
     assert row.temporary_bytes == 2 * activation + weight + bias
-    again = counter.count(kinds[2], BATCH, 0).measurement(BATCH, 0, 1, "full")
+    again = counter.count(kinds[2], BATCH, 0).measurement(BATCH, 0, WHOLE, "full")
     assert again.activation_bytes == activation
     assert again.temporary_bytes == row.temporary_bytes
 

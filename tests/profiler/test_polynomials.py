@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from profiler.polynomials import evaluate, evaluate_layer, fit, fit_layer, undominated
 from profiler.quantities import Exchange, Kernel, LayerCount, ModeCount
+from profiler.splits import WHOLE
 
 SIZES = (*product((2, 3), (16, 32, 80)), (1, 48), (5, 23))
 COEFFICIENTS = st.lists(st.integers(-(10**12), 10**12), min_size=6, max_size=6)
@@ -96,8 +97,8 @@ def test_a_fitted_layer_gives_the_same_row(point: tuple[int, int]):
     """A layer's row, maxima included, is the same from its polynomials as from itself."""
     data = fit_layer({size: _layer(*size) for size in SIZES})
     for mode in ("none", "selective", "full"):
-        expected = _layer(*point).measurement(*point, 1, mode)
-        assert evaluate_layer(data, point).measurement(*point, 1, mode) == expected
+        expected = _layer(*point).measurement(*point, WHOLE, mode)
+        assert evaluate_layer(data, point).measurement(*point, WHOLE, mode) == expected
 
 
 def test_layers_that_run_other_kernels_are_refused():

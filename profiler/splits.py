@@ -1,0 +1,46 @@
+"""How one layer is split over ranks, besides over replicas and pipeline stages. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Split:
+    """The degrees of a profile's row."""
+
+    tensor: int = 1
+    sequence: bool = False
+    """Activations between the tensor-parallel regions are split along the sequence (Korthikanti et al. 2022)."""
+    context: int = 1
+    expert: int = 1
+
+    @property
+    def sequence_parts(self) -> int:
+        """Ranks that a sequence is shared out to between the layers: what it must divide by."""
+        return self.context * (self.tensor if self.sequence else 1)
+
+
+WHOLE = Split()
+
+
+def splits(
+    tensor_degrees: Iterable[int],
+    *,
+    sequence_length: int = 0,
+    with_sequence: bool = False,
+    expert_degrees: Iterable[int] = (1,),
+) -> tuple[Split, ...]:
+    """Every mix of these degrees.
+
+    Args:
+        sequence_length: tokens per sample; sequence parallelism takes those tensor degrees that divide it.
+        with_sequence: each tensor-parallel degree also with sequence parallelism.
+    """
+    tensor_degrees, expert_degrees = tuple(tensor_degrees), tuple(expert_degrees)
+    plain = [Split(tensor, expert=expert) for expert in expert_degrees for tensor in tensor_degrees]
+    if not with_sequence or not sequence_length:
+        return tuple(plain)
+    shared = [replace(each, sequence=True) for each in plain if each.tensor > 1 and sequence_length % each.tensor == 0]
+    return (*plain, *shared)
