@@ -1,59 +1,22 @@
-"""The plan's actions: are they complete, and when does each rank end?
+"""The plan's actions: are they complete, on their ranks, in an order that runs to its end?
 
-An action is written ``<stage><F|B|I|W><micro_batch>``. Every rank runs its list strictly in order. F waits for F of the
-stage before, B or I for B or I of the stage behind, each with a transfer in between that delays nobody else; W and the
-last stage's B or I wait for nothing but their place in the list (the rules of torch.distributed.pipelining).
+An action is written ``<stage><F|B|I|W><micro_batch>``; with sequence chunks the number is micro-batch x chunks + chunk.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from planner.errors import ScheduleError
 from planner.spec.plan import Plan
 from planner.validate.facts import Facts
 from planner.validate.findings import Findings
+from planner.validate.play import Action, Actions, StageTimes, end_nanoseconds, in_flight
+from planner.validate.schedules import RULES, Shape, joint_pairs
 
 _WRITTEN = re.compile(r"(\d+)([FBIW])(\d+)", re.ASCII)
-_HELD_AT_MOST = {"gpipe": lambda count, ahead: count, "1f1b": lambda count, ahead: min(count, ahead)}
-"""Micro-batches that a rank with `ahead` ranks from itself to the last one holds: Huang et al. 2019; Narayanan et al.
-2019, section 3.2. Schedules that are not listed promise nothing here; their memory is recomputed all the same."""
-
-
-class Action(NamedTuple):
-    """One stage computing one micro-batch."""
-
-    stage: int
-    kind: str
-    micro_batch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.micro_batch}"
-
-
-@dataclass(frozen=True, slots=True)
-class StageTimes:
-    """Nanoseconds of one stage and micro-batch."""
-
-    forward: int
-    backward_input: int
-    """Recomputation included."""
-    backward_weight: int
-    transfer: int
-    """To the next stage, and of the gradient back from it."""
-
-    def of(self, kind: str) -> int:
-        """How long an action of this kind lasts."""
-        backward = {
-            "I": self.backward_input,
-            "W": self.backward_weight,
-            "B": self.backward_input + self.backward_weight,
-        }
-        return self.forward if kind == "F" else backward[kind]
 
 
 def parse(lists: Sequence[Sequence[str]]) -> tuple[tuple[Action, ...], ...]:
@@ -78,17 +41,19 @@ def _parse(text: str) -> Action:
 
 def check_actions(plan: Plan, facts: Facts, findings: Findings) -> None:
     """Every stage runs every micro-batch forward and backward once, on its own rank, and nobody waits for ever."""
-    stages, before = plan.layout.pipeline_parallel_degree, len(findings.problems)
-    findings.equal("actions: lists, one per pipeline rank", len(plan.actions), stages)
+    ranks, before = plan.layout.pipeline_parallel_degree, len(findings.problems)
+    findings.equal("actions: lists, one per pipeline rank", len(plan.actions), ranks)
     try:
         actions = parse(plan.actions)
-        if len(actions) == stages:
-            _check_once(actions, plan.micro_batches, findings)
-            _check_order(actions, findings)
+        if len(actions) == ranks:
+            owners = [stage.pipeline_rank for stage in plan.stages]
+            _check_once(actions, owners, plan.micro_batches * plan.layout.sequence_chunks, findings)
+            _check_order(actions, owners, plan.layout.sequence_chunks, findings)
         findings.checked.append("every stage runs every micro-batch forward and backward once, on its rank, in order")
         if len(findings.problems) > before:
             return
-        end_nanoseconds(actions, [StageTimes(1, 1, 1, 0)] * stages)
+        pairs = joint_pairs(plan.layout.schedule, actions)
+        end_nanoseconds(actions, [StageTimes(1, 1, 1, 0)] * len(plan.stages), pairs)
     except ScheduleError as error:
         findings.problems.append(str(error))
         return
@@ -96,100 +61,58 @@ def check_actions(plan: Plan, facts: Facts, findings: Findings) -> None:
     _check_held(plan, actions, findings)
 
 
-def _check_once(actions: Sequence[Sequence[Action]], micro_batches: int, findings: Findings) -> None:
-    stages = len(actions)
+def _check_once(actions: Actions, owners: Sequence[int], units: int, findings: Findings) -> None:
     found = Counter(action for one in actions for action in one)
     for rank, one in enumerate(actions):
         for action in one:
-            if action.stage != rank:
-                findings.wrong(f"actions[{rank}]", f"{action} stands on rank {rank}, its stage on rank {action.stage}.")
-            if action.stage >= stages or action.micro_batch >= micro_batches:
-                findings.wrong(f"actions[{rank}]", f"{action}, but {stages} stages run {micro_batches} micro-batches.")
-    for stage in range(stages):
-        for micro_batch in range(micro_batches):
-            counts = {kind: found[Action(stage, kind, micro_batch)] for kind in "FBIW"}
+            where, stage = f"actions[{rank}]", action.stage
+            if stage < len(owners) and owners[stage] != rank:
+                findings.wrong(where, f"{action} stands on rank {rank}, its stage on rank {owners[stage]}.")
+            if stage >= len(owners) or action.micro_batch >= units:
+                findings.wrong(where, f"{action}, but {len(owners)} stages run {units} micro-batches.")
+    for stage, owner in enumerate(owners):
+        for unit in range(units):
+            counts = {kind: found[Action(stage, kind, unit)] for kind in "FBIW"}
             if counts not in ({"F": 1, "B": 1, "I": 0, "W": 0}, {"F": 1, "B": 0, "I": 1, "W": 1}):
-                told = ", ".join(f"{stage}{kind}{micro_batch} {count} times" for kind, count in counts.items())
-                findings.wrong(f"actions[{stage}]", f"one F and one B (or I and W) wanted, found {told}.")
+                told = ", ".join(f"{stage}{kind}{unit} {count} times" for kind, count in counts.items())
+                findings.wrong(f"actions[{owner}]", f"one F and one B (or I and W) wanted, found {told}.")
 
 
-def _check_order(actions: Sequence[Sequence[Action]], findings: Findings) -> None:
+def _check_order(actions: Actions, owners: Sequence[int], chunks: int, findings: Findings) -> None:
     for rank, one in enumerate(actions):
         place = {action: position for position, action in enumerate(one)}
         for action, position in place.items():
-            earlier = {"B": "F", "I": "F", "W": "I"}.get(action.kind)
-            first = action._replace(kind=earlier) if earlier else action
-            if place.get(first, -1) > position:
-                findings.wrong(f"actions[{rank}]", f"{action} stands before {first}.")
-    forwards = [action.micro_batch for action in (actions[-1] if actions else ()) if action.kind == "F"]
-    if forwards != sorted(forwards):
-        findings.wrong(f"actions[{len(actions) - 1}]", f"the last stage's forwards run in the order {forwards}.")
-
-
-def _check_held(plan: Plan, actions: Sequence[Sequence[Action]], findings: Findings) -> None:
-    promise = _HELD_AT_MOST.get(plan.layout.schedule)
-    if promise is None:
-        return
+            for first in _before(action, chunks):
+                if place.get(first, -1) > position:
+                    findings.wrong(f"actions[{rank}]", f"{action} stands before {first}.")
     for rank, one in enumerate(actions):
-        promised = promise(plan.micro_batches, len(actions) - rank)
-        findings.equal(f"actions[{rank}]: in flight under {plan.layout.schedule}", in_flight(one), promised)
-    findings.checked.append(f"no rank holds more micro-batches than {plan.layout.schedule} lets it")
+        forwards = [unit for stage, kind, unit in one if stage == len(owners) - 1 and kind == "F"]
+        if forwards != sorted(forwards):
+            findings.wrong(f"actions[{rank}]", f"the last stage's forwards run in the order {forwards}.")
 
 
-def in_flight(actions: Sequence[Action]) -> int:
-    """Most micro-batches of a rank that are forwarded and not yet backwarded."""
-    most = held = 0
-    for action in actions:
-        held += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
-        most = max(most, held)
-    return most
+def _before(action: Action, chunks: int) -> list[Action]:
+    """What must stand before an action of the same stage: its own forward or input gradient; of a sequence, the forward
+    of the chunk before, whose keys and values it reads, and the backward of the chunk behind, which made gradients of
+    them."""
+    earlier = {"F": "", "B": "F", "I": "F", "W": "I"}[action.kind]
+    first = [action._replace(kind=kind) for kind in earlier]
+    chunk = action.micro_batch % chunks
+    if action.kind == "F" and chunk > 0:
+        first.append(action._replace(micro_batch=action.micro_batch - 1))
+    if action.kind in "BI" and chunk < chunks - 1:
+        first += [Action(action.stage, kind, action.micro_batch + 1) for kind in "BI"]
+    return first
 
 
-def end_nanoseconds(actions: Sequence[Sequence[Action]], stages: Sequence[StageTimes]) -> tuple[int, ...]:
-    """When each rank ends its last action, by playing the lists.
-
-    Raises:
-        ScheduleError: no rank can go on.
-    """
-    done: dict[Action, int] = {}
-    clock, place = [0] * len(actions), [0] * len(actions)
-    while any(position < len(one) for position, one in zip(place, actions, strict=True)):
-        moved = False
-        for rank, one in enumerate(actions):
-            while place[rank] < len(one) and (arrival := _arrival(one[place[rank]], done, stages)) is not None:
-                action = one[place[rank]]
-                clock[rank] = max(clock[rank], arrival) + stages[action.stage].of(action.kind)
-                done[action] = clock[rank]
-                place[rank] += 1
-                moved = True
-        if not moved:
-            raise _dead_lock(actions, place)
-    return tuple(clock)
-
-
-def _arrival(action: Action, done: Mapping[Action, int], stages: Sequence[StageTimes]) -> int | None:
-    """When the action's input is there; None: not yet known."""
-    stage, kind, micro_batch = action
-    if kind == "F":
-        sent, boundary = done.get(Action(stage - 1, "F", micro_batch)), stage - 1
-        is_first = stage == 0
-    else:
-        behind = [done.get(Action(stage + 1, other, micro_batch)) for other in "BI"]
-        sent, boundary = next((end for end in behind if end is not None), None), stage
-        is_first = kind == "W" or stage == len(stages) - 1
-    if is_first:
-        return 0
-    return None if sent is None else sent + stages[boundary].transfer
-
-
-def _dead_lock(actions: Sequence[Sequence[Action]], place: Sequence[int]) -> ScheduleError:
-    waiting = ", ".join(
-        f"{one[position]} on rank {rank}"
-        for rank, (one, position) in enumerate(zip(actions, place, strict=True))
-        if position < len(one)
+def _check_held(plan: Plan, actions: Actions, findings: Findings) -> None:
+    layout, rules = plan.layout, RULES.get(plan.layout.schedule)
+    shape = Shape(
+        layout.pipeline_parallel_degree, plan.micro_batches, layout.virtual_stages_per_rank, layout.sequence_chunks
     )
-    return ScheduleError(
-        f"dead-lock: {waiting} wait for ever.",
-        field="actions",
-        mend="order the lists so that what an action waits for runs before it.",
-    )
+    promises = [rules.held(shape, rank) for rank in range(len(actions))] if rules else []
+    for rank, promised in enumerate(promises):
+        if promised is not None:
+            findings.equal(f"actions[{rank}]: in flight under {layout.schedule}", in_flight(actions[rank]), promised)
+    if any(promised is not None for promised in promises):
+        findings.checked.append(f"every rank holds as many micro-batches as {layout.schedule} lets it")

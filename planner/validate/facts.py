@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,6 +17,7 @@ from planner.spec.plan import Plan, RankPlacement
 from planner.spec.profile import LayerProfile, Measurement, ModelProfile, RecomputeMode
 
 _GROUP_FIELD = "request.cluster.node_groups[0]"
+Coordinate = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +52,46 @@ class Facts:
         return self.nodes.nodes * self.nodes.devices_per_node
 
     def rows(self, layer: LayerProfile) -> dict[RecomputeMode, Measurement]:
-        """The layer's measurements at this micro-batch size, sequence length and tensor-parallel degree."""
-        wanted = (self.layout.micro_batch_size, self.job.sequence_length, self.layout.tensor_parallel_degree)
-        return {
-            row.recompute: row
-            for row in layer.measurements
-            if (row.micro_batch_size, row.sequence_length, row.tensor_parallel_degree) == wanted
-        }
+        """The layer's measurements under this layout, at the job's sequence length."""
+        key = id(layer.measurements)
+        if key not in self._rows:
+            layout = self.layout
+            wanted = (
+                layout.micro_batch_size,
+                self.job.sequence_length,
+                layout.tensor_parallel_degree,
+                layout.context_parallel_degree,
+                layout.expert_parallel_degree,
+                layout.sequence_parallel,
+            )
+            self._rows[key] = {row.recompute: row for row in layer.measurements if _split(row) == wanted}
+        return self._rows[key]
 
     @cached_property
-    def tensor_spread(self) -> Spread:
-        """Of the tensor-parallel group that crosses most nodes."""
-        return _widest((row.pipeline, row.data, row.node) for row in self.placement)
+    def _rows(self) -> dict[int, dict[RecomputeMode, Measurement]]:
+        """What `rows` has found: identical layers share their measurements."""
+        return {}
 
     @cached_property
-    def data_spread(self) -> Spread:
-        """Of the data-parallel group that crosses most nodes."""
-        return _widest((row.pipeline, row.tensor, row.node) for row in self.placement)
+    def spreads(self) -> Mapping[str, Spread]:
+        """By name of a group, the one that crosses most nodes.
+
+        tensor, context and expert ranks exchange activations; data ranks (context ranks among them, whose gradients
+        are of other tokens) sum gradients; expert_data are those of them that hold the same experts.
+        """
+        return {name: _widest((coordinate(row), row.node) for row in self.placement) for name, coordinate in self._axes}
+
+    @property
+    def _axes(self) -> tuple[tuple[str, Callable[[RankPlacement], Coordinate]], ...]:
+        """By name of a group: what its members have in common."""
+        context, expert = self.layout.context_parallel_degree, self.layout.expert_parallel_degree
+        return (
+            ("tensor", lambda row: (row.pipeline, row.data, row.context)),
+            ("context", lambda row: (row.pipeline, row.data, row.tensor)),
+            ("expert", lambda row: (row.pipeline, row.tensor, (row.data * context + row.context) // expert)),
+            ("data", lambda row: (row.pipeline, row.tensor)),
+            ("expert_data", lambda row: (row.pipeline, row.tensor, row.expert)),
+        )
 
     @cached_property
     def is_one_node(self) -> bool:
@@ -76,18 +100,31 @@ class Facts:
 
     @cached_property
     def boundary_links(self) -> tuple[Link, ...]:
-        """Per stage boundary: the link that its slowest transfer takes, from a rank to its peer of the next stage."""
-        node = {(row.pipeline, row.data, row.tensor): row.node for row in self.placement}
-        crossed = {stage for (stage, *peer), at in node.items() if node.get((stage + 1, peer[0], peer[1]), at) != at}
-        boundaries = range(self.layout.pipeline_parallel_degree - 1)
-        return tuple(self.inter_node if stage in crossed else self.intra_node for stage in boundaries)
+        """Per stage boundary: the link that its slowest transfer takes, from a rank to its peer of the next stage.
+
+        With several stages per rank every boundary is held to the slowest link between neighbouring pipeline ranks.
+        """
+        ranks, each = self.layout.pipeline_parallel_degree, self.layout.virtual_stages_per_rank
+        node = {(row.pipeline, (row.data, row.tensor, row.context)): row.node for row in self.placement}
+        crossed = {rank for (rank, peer), at in node.items() if node.get((rank + 1, peer), at) != at}
+        boundaries = range(ranks * each - 1)
+        return tuple(
+            self.inter_node if (crossed if each > 1 else boundary in crossed) else self.intra_node
+            for boundary in boundaries
+        )
 
 
-def _widest(members: Iterable[tuple[int, int, int]]) -> Spread:
-    """Of all groups, given as (two coordinates that name the group, node): most nodes, then least on the fullest."""
-    groups: dict[tuple[int, int], Counter[int]] = {}
-    for first, second, node in members:
-        groups.setdefault((first, second), Counter())[node] += 1
+def _split(row: Measurement) -> tuple[int, int, int, int, int, bool]:
+    """Micro-batch size, sequence length, and how the layer was split when it was measured."""
+    degrees = (row.tensor_parallel_degree, row.context_parallel_degree, row.expert_parallel_degree)
+    return (row.micro_batch_size, row.sequence_length, *degrees, row.sequence_parallel)
+
+
+def _widest(members: Iterable[tuple[Coordinate, int]]) -> Spread:
+    """Of all groups, given as (what its members have in common, node): most nodes, then least on the fullest."""
+    groups: dict[Coordinate, Counter[int]] = {}
+    for common, node in members:
+        groups.setdefault(common, Counter())[node] += 1
     spreads = [Spread(nodes.total(), len(nodes), max(nodes.values())) for nodes in groups.values()]
     return max(spreads, key=lambda spread: (spread.nodes, -spread.fullest))
 

@@ -11,7 +11,8 @@ from planner.validate.findings import Findings
 
 
 def check_placement(plan: Plan, facts: Facts, findings: Findings) -> None:
-    """The placement is the full grid of degrees, and no device is used twice or does not exist."""
+    """The placement is the full grid of degrees, experts go round the data and context ranks, and no device is used
+    twice or does not exist."""
     findings.equal("placement: ranks", [row.rank for row in plan.placement], list(range(facts.devices)))
     _check_grid(plan, findings)
     _check_devices(plan, facts, findings)
@@ -33,8 +34,8 @@ def _check_grid(plan: Plan, findings: Findings) -> None:
     for place, count in sorted((found - wanted).items()):
         findings.wrong("placement", f"{count} rank(s) too many at (pipeline, data, tensor, context) = {place}.")
     for row in plan.placement:
-        if row.expert:
-            findings.equal(f"placement[{row.rank}].expert", row.expert, 0)
+        neighbour = row.data * layout.context_parallel_degree + row.context
+        findings.equal(f"placement[{row.rank}].expert", row.expert, neighbour % layout.expert_parallel_degree)
 
 
 def _check_devices(plan: Plan, facts: Facts, findings: Findings) -> None:

@@ -1,4 +1,4 @@
-"""Nanoseconds and bytes of one layer on one rank, from its measurement: equations (T1) to (T4) and (M1).
+"""Nanoseconds and bytes of one layer on one rank, from its measurement: equations (T1) to (T6) and (M1).
 
 Durations are whole nanoseconds, rounded once per layer and part, because the plan's are.
 """
@@ -74,7 +74,7 @@ class LayerPrice:
 
     @property
     def exchanged(self) -> int:
-        """All tensor-parallel collectives."""
+        """All tensor-, context- and expert-parallel collectives."""
         return self.exchanged_forward + self.exchanged_backward + self.exchanged_again
 
 
@@ -116,8 +116,7 @@ class Prices:
     @cached_property
     def reduction_latency(self) -> int:
         """Fixed cost of a stage's gradient all-reduce."""
-        facts = self.facts
-        return nanoseconds(collective_seconds("all_reduce", 1, facts.data_spread, facts.intra_node, facts.inter_node))
+        return nanoseconds(self._collective("all_reduce", 1, "data"))
 
     @cached_property
     def boundary_bytes(self) -> tuple[int, ...]:
@@ -147,7 +146,7 @@ class Prices:
         seconds = layer_seconds(row, machine)
         exchanged_forward = self._exchange(plain, "forward")
         held = held_parameters(layer, plain)
-        gather, scatter = self._gathers(held.elements)
+        gather, scatter = self._gathers(held)
         return LayerPrice(
             row=row,
             plain=plain,
@@ -158,53 +157,70 @@ class Prices:
             exchanged_forward=exchanged_forward,
             exchanged_backward=self._exchange(row, "backward"),
             exchanged_again=exchanged_forward if row.recompute == "full" else 0,
-            reduction=self._reduction(held.elements),
+            reduction=self._reduction(held),
             update=self._update(plain, held),
             gathered_forward=gather,
             gathered_backward=gather + scatter,
-            gathered_bytes=held.elements * self._ogp.parameter_bytes if self.facts.layout.zero_stage == 3 else 0,
+            gathered_bytes=held.count.elements * self._ogp.parameter_bytes if self.facts.layout.zero_stage == 3 else 0,
             state=self._state(held),
         )
 
-    def _exchange(self, row: Measurement, phase: str) -> int:
+    def _collective(self, operation: str, size_bytes: float, group: str, *, latency: bool = True) -> float:
+        """Seconds of a collective in one of the layout's groups."""
         facts = self.facts
-        ends = (facts.tensor_spread, facts.intra_node, facts.inter_node)
+        ends = (facts.spreads[group], facts.intra_node, facts.inter_node)
+        return collective_seconds(operation, size_bytes, *ends, latency=latency)
+
+    def _fixed(self, group: str) -> float:
+        """Seconds of any collective of a group besides its links' latency."""
+        return self.facts.constants.collective_seconds if self.facts.spreads[group].ranks > 1 else 0.0
+
+    def _exchange(self, row: Measurement, phase: str) -> int:
         mine = [one for one in row.collectives if one.phase == phase]
-        fixed = facts.constants.collective_seconds if facts.tensor_spread.ranks > 1 else 0.0
         return nanoseconds(
-            sum(one.count * (collective_seconds(one.operation, one.bytes, *ends) + fixed) for one in mine)
+            sum(
+                one.count * (self._collective(one.operation, one.bytes, one.group) + self._fixed(one.group))
+                for one in mine
+            )
         )
 
-    def _reduction(self, elements: int) -> int:
-        """Equation (T4): all-reduce, or with ZeRO 1 and 2 reduce-scatter and all-gather."""
-        facts, zero = self.facts, self.facts.layout.zero_stage
-        ends = (facts.data_spread, facts.intra_node, facts.inter_node)
-        gradients, parameters = elements * self._ogp.gradient_bytes, elements * self._ogp.parameter_bytes
+    def _reduction(self, held: HeldParameters) -> int:
+        """Equation (T4): all-reduce, or with ZeRO 1 and 2 reduce-scatter and all-gather; experts among their own."""
+        ogp, zero = self._ogp, self.facts.layout.zero_stage
         if zero == 3:
             return 0
-        if zero == 0:
-            return nanoseconds(collective_seconds("all_reduce", gradients, *ends, latency=False))
-        scatter = collective_seconds("reduce_scatter", gradients, *ends, latency=False)
-        gather = collective_seconds("all_gather", parameters, *ends, latency=False)
-        return nanoseconds(scatter + gather)
+        operations = {"all_reduce": ogp.gradient_bytes}
+        if zero:
+            operations = {"reduce_scatter": ogp.gradient_bytes, "all_gather": ogp.parameter_bytes}
+        return nanoseconds(
+            sum(
+                self._collective(operation, elements * each, group, latency=False)
+                for elements, group in held.parts
+                for operation, each in operations.items()
+            )
+        )
 
-    def _gathers(self, elements: int) -> tuple[int, int]:
-        """Equation (T6): all-gather of the parameters, reduce-scatter of the gradients, both of every micro-batch."""
-        facts = self.facts
-        if facts.layout.zero_stage < 3:
+    def _gathers(self, held: HeldParameters) -> tuple[int, int]:
+        """Equation (T6): all-gather of the parameters, reduce-scatter of the gradients, both of every micro-batch;
+        experts among the ranks over which (M1) shards them."""
+        if self.facts.layout.zero_stage < 3:
             return 0, 0
-        ends = (facts.data_spread, facts.intra_node, facts.inter_node)
-        gather = collective_seconds("all_gather", elements * self._ogp.parameter_bytes, *ends)
-        scatter = collective_seconds("reduce_scatter", elements * self._ogp.gradient_bytes, *ends)
-        fixed = facts.constants.collective_seconds if facts.data_spread.ranks > 1 else 0.0
-        return nanoseconds(gather + fixed), nanoseconds(scatter + fixed)
+        ogp = self._ogp
+        gather = scatter = 0.0
+        for elements, group in held.parts:
+            gather += self._collective("all_gather", elements * ogp.parameter_bytes, group) + self._fixed(group)
+            scatter += self._collective("reduce_scatter", elements * ogp.gradient_bytes, group) + self._fixed(group)
+        return nanoseconds(gather), nanoseconds(scatter)
 
-    def _update(self, row: Measurement, held: ParameterCount) -> int:
-        """Equation (T3): states and parameters read and written, gradients read; measured for AdamW; Muon's FLOPs."""
-        shards = self.facts.layout.data_parallel_degree if self.facts.layout.zero_stage else 1
+    def _update(self, row: Measurement, held: HeldParameters) -> int:
+        """Equation (T3): states and parameters read and written, gradients read; measured for AdamW; Muon's FLOPs.
+
+        ZeRO shares it out like the optimizer states, experts among the ranks that hold the same ones.
+        """
+        count = held.count
         adamw = recipe(self.facts.job.precision, "adamw")
         traffic, of_adamw = (
-            2 * ogp.optimizer_bytes(held) + held.elements * (ogp.gradient_bytes + 2 * ogp.parameter_bytes)
+            2 * ogp.optimizer_bytes(count) + count.elements * (ogp.gradient_bytes + 2 * ogp.parameter_bytes)
             for ogp in (self._ogp, adamw)
         )
         bandwidth = self.facts.device.memory_bandwidth_bytes_per_second
@@ -214,7 +230,11 @@ class Prices:
         elif bandwidth is not None:
             constants = self.facts.constants
             seconds = traffic * constants.optimizer_passes / (bandwidth * constants.memory_fraction)
-        return nanoseconds((seconds + self._orthogonalising(row)) / shards)
+        seconds += self._orthogonalising(row)
+        if not self.facts.layout.zero_stage or not count.elements:
+            return nanoseconds(seconds)
+        share = sum(elements / count.elements / self.facts.spreads[group].ranks for elements, group in held.parts)
+        return nanoseconds(seconds * share)
 
     def _orthogonalising(self, row: Measurement) -> float:
         """Seconds of Muon's products, at the device's bf16 rate; without a known peak at the measured forward's."""
@@ -226,25 +246,32 @@ class Prices:
             return row.local_muon_flops / (rate * self.facts.device.achievable_fraction)
         return row.local_muon_flops * (row.forward_seconds or 0.0) / max(1, row.forward_flops)
 
-    def _shards(self) -> tuple[int, int, int]:
-        """What ZeRO divides parameters, gradients and optimizer states by (Rajbhandari et al. 2020)."""
-        degree, zero = self.facts.layout.data_parallel_degree, self.facts.layout.zero_stage
-        return degree if zero >= 3 else 1, degree if zero >= 2 else 1, degree if zero >= 1 else 1
+    def _is_sharded(self) -> tuple[bool, bool, bool]:
+        """Does ZeRO divide parameters, gradients and optimizer states (Rajbhandari et al. 2020)?"""
+        zero = self.facts.layout.zero_stage
+        return zero >= 3, zero >= 2, zero >= 1
 
-    def _state(self, held: ParameterCount) -> StateBytes:
-        ogp, (parameters, gradients, optimizer) = self._ogp, self._shards()
-        return StateBytes(
-            parameters=_share(held.elements * ogp.parameter_bytes, parameters),
-            gradients=_share(held.elements * ogp.gradient_bytes, gradients),
-            optimizer=_share(ogp.optimizer_bytes(held), optimizer),
-        )
+    def _state(self, held: HeldParameters) -> StateBytes:
+        ogp, elements = self._ogp, held.count.elements
+        whole = (elements * ogp.parameter_bytes, elements * ogp.gradient_bytes, ogp.optimizer_bytes(held.count))
+        parts = zip(whole, self._is_sharded(), strict=True)
+        return StateBytes(*(self._shard(size, held) if is_sharded else size for size, is_sharded in parts))
+
+    def _shard(self, size_bytes: int, held: HeldParameters) -> int:
+        """Of the fullest rank; experts by their share of the parameters, rounded down."""
+        spreads = self.facts.spreads
+        experts = size_bytes * held.experts // max(1, held.count.elements)
+        return _share(size_bytes - experts, spreads["data"].ranks) + _share(experts, spreads["expert_data"].ranks)
 
     def _shared(self, shared: SharedParameters) -> SharedPrice:
-        facts, ogp, (by_parameters, by_gradients, by_optimizer) = self.facts, self._ogp, self._shards()
+        facts, ogp = self.facts, self._ogp
+        by_parameters, by_gradients, by_optimizer = (
+            facts.spreads["data"].ranks if is_sharded else 1 for is_sharded in self._is_sharded()
+        )
         names = [layer.name for layer in facts.profile.layers]
         users = tuple(sorted({names.index(name) for name in shared.layers}))
         last, price = facts.profile.layers[users[-1]], next(iter(self.layers[users[-1]].values()))
-        of_layer = held_parameters(last, price.plain).elements
+        of_layer = held_parameters(last, price.plain).count.elements
         elements = min(_share(shared.parameters, facts.layout.tensor_parallel_degree), of_layer)
         link = facts.intra_node if facts.is_one_node else facts.inter_node
         half = elements * ogp.gradient_bytes / 2
@@ -271,12 +298,28 @@ def plain_row(rows: Mapping[RecomputeMode, Measurement]) -> Measurement:
     return next(rows[mode] for mode in get_args(RecomputeMode) if mode in rows)
 
 
-def held_parameters(layer: LayerProfile, plain: Measurement) -> ParameterCount:
+@dataclass(frozen=True, slots=True)
+class HeldParameters:
     """Parameters of a layer on the fullest rank of its tensor-parallel group."""
+
+    count: ParameterCount
+    experts: int
+    """Elements of them that the expert-parallel group splits."""
+
+    @property
+    def parts(self) -> tuple[tuple[int, str], ...]:
+        """(elements, group of the ranks that hold the same ones)."""
+        dense = (self.count.elements - self.experts, "data")
+        return (dense, (self.experts, "expert_data")) if self.experts else (dense,)
+
+
+def held_parameters(layer: LayerProfile, plain: Measurement) -> HeldParameters:
+    """What a rank holds of a layer."""
     elements = plain.local_parameters
     if elements is None:
         elements = _share(layer.parameters, plain.tensor_parallel_degree)
-    return ParameterCount(elements, plain.local_matrix_elements, plain.local_factored_elements)
+    count = ParameterCount(elements, plain.local_matrix_elements, plain.local_factored_elements)
+    return HeldParameters(count, plain.local_expert_parameters)
 
 
 def _share(whole: int, parts: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from planner.spec.plan import Alternative, Plan
 from planner.validate.facts import Facts
 from planner.validate.findings import Findings
-from planner.validate.prediction import capacity_bytes
+from planner.validate.memory import capacity_bytes
 
 _OPTIMAL_GAP = 1e-6
 _ROUNDING = 1e-9
@@ -46,10 +46,11 @@ def check_alternatives(plan: Plan, facts: Facts, findings: Findings) -> None:
 
 def _check_alternative(where: str, alternative: Alternative, facts: Facts, findings: Findings) -> None:
     layout, counts = alternative.layout, alternative.layers_per_stage
+    stages = layout.pipeline_parallel_degree * layout.virtual_stages_per_rank
     findings.equal(f"{where}.layout: product of the degrees", layout.devices, facts.devices)
     samples = alternative.micro_batches * layout.micro_batch_size * layout.data_parallel_degree
     findings.equal(f"{where}.micro_batches: samples per step", samples, facts.job.global_batch_size)
-    findings.equal(f"{where}.layers_per_stage: stages", len(counts), layout.pipeline_parallel_degree)
+    findings.equal(f"{where}.layers_per_stage: stages", len(counts), stages)
     findings.equal(f"{where}.layers_per_stage: layers", sum(counts), len(facts.profile.layers))
     if alternative.peak_bytes > capacity_bytes(facts):
         findings.wrong(f"{where}.peak_bytes", f"{alternative.peak_bytes} of {capacity_bytes(facts)} do not fit.")

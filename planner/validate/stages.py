@@ -5,50 +5,94 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from planner.spec.job import allows
+from planner.spec.job import Job, allows
+from planner.spec.layout import Layout
 from planner.spec.plan import Plan
 from planner.validate.facts import Facts
 from planner.validate.findings import Findings
+from planner.validate.schedules import RULES, Rules, Shape, permits_schedule
 
-_PRICED_WITH = {
-    "context_parallel_degree": 1,
-    "expert_parallel_degree": 1,
-    "virtual_stages_per_rank": 1,
-    "sequence_parallel": False,
-    "sequence_chunks": 1,
-}
-"""Layout fields for which there are equations with one value only."""
+_SPLITS = (
+    "micro_batch_size",
+    "tensor_parallel_degree",
+    "context_parallel_degree",
+    "expert_parallel_degree",
+    "sequence_parallel",
+)
+"""Layout fields that say what one rank computes of a layer."""
 
 
 def check_layout(plan: Plan, facts: Facts, findings: Findings) -> None:
-    """Degrees multiply to the devices, the batch divides, and the job's constraints hold."""
+    """Degrees multiply to the devices, batch, sequence and experts divide, and the job's constraints hold."""
     layout, job = plan.layout, facts.job
-    for field, known in _PRICED_WITH.items():
-        if getattr(layout, field) != known:
-            findings.wrong(f"layout.{field}", f"{getattr(layout, field)} cannot be recomputed, only {known}.")
     findings.equal("layout: product of the degrees", layout.devices, facts.devices)
     findings.equal("placement: number of ranks", len(plan.placement), facts.devices)
     samples = plan.micro_batches * layout.micro_batch_size * layout.data_parallel_degree
     findings.equal("micro_batches * micro_batch_size * data_parallel_degree", samples, job.global_batch_size)
+    replicas = layout.data_parallel_degree * layout.context_parallel_degree
+    if replicas % layout.expert_parallel_degree:
+        message = f"{layout.expert_parallel_degree} does not divide the {replicas} data- and context-parallel ranks."
+        findings.wrong("layout.expert_parallel_degree", message)
+    _check_schedule(layout, job, findings)
+    _check_rows(layout, facts, findings)
     for field, constraint in job.constraints.items():
         value: Any = getattr(layout, field)
-        if field not in ("recompute", "schedule") and not allows(constraint, value):
+        if field == "recompute":
+            continue
+        if not (permits_schedule(constraint, value) if field == "schedule" else allows(constraint, value)):
             findings.wrong(f"layout.{field}", f"the plan says {value}, the job's constraint does not allow it.")
     findings.checked.append("degrees multiply to the devices, micro-batches to the global batch, constraints hold")
 
 
+def _check_schedule(layout: Layout, job: Job, findings: Findings) -> None:
+    """The schedule is one that plans are made of, and takes the layout's stages per rank and sequence chunks."""
+    rules, each, chunks = RULES.get(layout.schedule), layout.virtual_stages_per_rank, layout.sequence_chunks
+    if rules is None:
+        findings.wrong("layout.schedule", f"{layout.schedule!r} is none of {', '.join(RULES)}.")
+        return
+    if rules.refused:
+        findings.wrong("layout.schedule", f"{layout.schedule} cannot be recomputed: it {rules.refused}.")
+    if each < rules.least_stages or (rules.most_stages is not None and each > rules.most_stages):
+        message = f"{layout.schedule} does not put {each} stages on a rank."
+        findings.wrong("layout.virtual_stages_per_rank", message)
+    if chunks > 1 and (not rules.cuts_sequence or job.sequence_length % chunks or job.sequence_length < chunks):
+        message = f"{layout.schedule} does not cut {job.sequence_length} tokens into {chunks} equal chunks."
+        findings.wrong("layout.sequence_chunks", message)
+
+
+def _check_rows(layout: Layout, facts: Facts, findings: Findings) -> None:
+    """The profile has layers measured so: no row of another split stands in."""
+    missing = [layer.name for layer in facts.profile.layers if not facts.rows(layer)]
+    if missing:
+        split = ", ".join(f"{field}({getattr(layout, field)})" for field in _SPLITS)
+        findings.wrong("layout", f"the profile has no measurements of {missing[0]!r} with {split}.")
+
+
 def check_stages(plan: Plan, facts: Facts, findings: Findings) -> None:
-    """Every layer stands once, in order, on one stage per pipeline rank, in a recompute mode that the profile has."""
-    findings.equal("stages: number", len(plan.stages), plan.layout.pipeline_parallel_degree)
+    """Every layer stands once, in order, on one stage, every stage on its pipeline rank, in a recompute mode that the
+    profile has."""
+    layout = plan.layout
+    found = tuple(stage.pipeline_rank for stage in plan.stages)
+    findings.equal("stages: number", len(found), layout.pipeline_parallel_degree * layout.virtual_stages_per_rank)
+    owners = _owners(plan, found)
     for position, stage in enumerate(plan.stages):
         findings.equal(f"stages[{position}].index", stage.index, position)
-        findings.equal(f"stages[{position}].pipeline_rank", stage.pipeline_rank, position)
-        placed = tuple(row.rank for row in plan.placement if row.pipeline == position)
+        if position < len(owners):
+            findings.equal(f"stages[{position}].pipeline_rank", stage.pipeline_rank, owners[position])
+        placed = tuple(row.rank for row in plan.placement if row.pipeline == stage.pipeline_rank)
         findings.equal(f"stages[{position}].ranks", stage.ranks, placed)
     _check_layers(plan, facts, findings)
     _check_recompute(plan, facts, findings)
-    findings.checked.append("every layer stands on one stage, in the model's order, one stage per pipeline rank")
+    findings.checked.append("every layer stands on one stage, in the model's order, every stage on its pipeline rank")
     findings.checked.append("every recompute mode is one that the profile offers and the job permits")
+
+
+def _owners(plan: Plan, found: tuple[int, ...]) -> tuple[int, ...]:
+    """Where the schedule puts the stages: as the plan says, if the schedule leaves the choice."""
+    layout = plan.layout
+    shape = Shape(layout.pipeline_parallel_degree, plan.micro_batches, layout.virtual_stages_per_rank)
+    possible = [place(shape) for place in RULES.get(layout.schedule, Rules()).placements]
+    return found if found in possible else possible[0]
 
 
 def _check_layers(plan: Plan, facts: Facts, findings: Findings) -> None:

@@ -10,7 +10,8 @@ from planner.errors import LayoutError, ScheduleError
 from planner.schedule import Schedule, build, names
 from planner.schedule.in_flight import in_flight_per_stage
 from planner.schedule.simulate import Durations, simulate
-from planner.validate.actions import Action, StageTimes, end_nanoseconds, in_flight, parse
+from planner.validate.actions import parse
+from planner.validate.play import Action, StageTimes, end_nanoseconds, in_flight
 
 UNIT = StageTimes(forward=1, backward_input=1, backward_weight=1, transfer=0)
 

@@ -150,8 +150,11 @@ LIES: dict[str, tuple[Lie, str]] = {
         lambda d: d["request"]["job"]["constraints"].update(pipeline_parallel_degree=[1, 2]),
         "layout.pipeline_parallel_degree: ",
     ),
-    "context degree": (lambda d: d["layout"].update(context_parallel_degree=2), "layout.context_parallel_degree: "),
-    "sequence parallel": (lambda d: d["layout"].update(sequence_parallel=True), "layout.sequence_parallel: "),
+    "context degree": (lambda d: d["layout"].update(context_parallel_degree=2), "layout: product of the degrees: "),
+    "sequence parallel": (
+        lambda d: d["layout"].update(sequence_parallel=True),
+        "layout: the profile has no measurements",
+    ),
     "layers out of order": (move_layer, "stages: layer 2 in order: "),
     "layer doubled": (
         lambda d: d["stages"][1]["layers"].append(dict(d["stages"][2]["layers"][0])),

@@ -1,0 +1,90 @@
+"""Bytes of every pipeline rank, recomputed from the actions and the prices of the layers: equations (M1) to (M5)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from planner.spec.plan import RankMemory
+from planner.spec.profile import RecomputeMode
+from planner.validate.facts import Facts
+from planner.validate.prices import LayerPrice, Prices, StateBytes
+
+RESERVED_BYTES = 1_600_000_000
+"""Context, communicators and allocator overhead of a process on a device that does not say its own."""
+RECEIVE_BUFFERS = 2
+"""Per direction: the one in use and the one being filled."""
+StageMap = Sequence[Sequence[tuple[int, RecomputeMode]]]
+"""Per stage: (layer index, recompute mode)."""
+
+
+def capacity_bytes(facts: Facts) -> int:
+    """What the job may use of a device: its memory less the headroom, a fraction below 1, bytes otherwise."""
+    headroom, memory = facts.job.memory_headroom, facts.device.memory_bytes
+    return int(memory - (headroom * memory if headroom < 1 else headroom))
+
+
+@dataclass(frozen=True)
+class MemoryCheck:
+    """The stages of one pipeline rank, and how many units of each it holds when it holds most."""
+
+    prices: Prices
+    stage_map: StageMap
+    held: Mapping[int, int]
+    """Units by stage of the rank."""
+
+    def row(self, rank: int) -> RankMemory:
+        """What a plan promises of this rank."""
+        facts, state = self.prices.facts, self._state()
+        reserved = facts.device.reserved_bytes
+        parts = {
+            "parameters_bytes": state.parameters,
+            "gradients_bytes": state.gradients,
+            "optimizer_bytes": state.optimizer,
+            "activations_bytes": self._activations(),
+            "temporary_bytes": self._temporary(),
+            "reserved_bytes": RESERVED_BYTES if reserved is None else reserved,
+        }
+        return RankMemory(
+            pipeline_rank=rank, **parts, peak_bytes=sum(parts.values()), capacity_bytes=capacity_bytes(facts)
+        )
+
+    def _layers(self, stage: int) -> list[LayerPrice]:
+        return [self.prices.layers[layer][mode] for layer, mode in self.stage_map[stage]]
+
+    def _state(self) -> StateBytes:
+        """Equation (M1): what several layers of the rank share is there once."""
+        states = [price.state for stage in self.held for price in self._layers(stage)]
+        mine = [layer for stage in self.held for layer, _ in self.stage_map[stage]]
+        extra = [(max(0, sum(one in shared.users for one in mine) - 1), shared.state) for shared in self.prices.shared]
+        return StateBytes(
+            parameters=sum(one.parameters for one in states) - sum(count * one.parameters for count, one in extra),
+            gradients=sum(one.gradients for one in states) - sum(count * one.gradients for count, one in extra),
+            optimizer=sum(one.optimizer for one in states) - sum(count * one.optimizer for count, one in extra),
+        )
+
+    def _activations(self) -> int:
+        """Equation (M2): what is held in flight, and the receive buffers of the stage that receives most."""
+        outputs = [self.prices.boundary_bytes[layers[-1][0]] for layers in self.stage_map]
+        saved = sum(
+            units * (sum(self._allocated(price.row.activation_bytes) for price in self._layers(stage)) + outputs[stage])
+            for stage, units in self.held.items()
+        )
+        between = [0, *outputs[:-1], 0]
+        received = max(between[stage] + between[stage + 1] for stage in self.held)
+        return saved + RECEIVE_BUFFERS * received
+
+    def _temporary(self) -> int:
+        """Equation (M3); under ZeRO 3 one layer is gathered while another runs."""
+        largest = max(
+            self._allocated(price.row.temporary_bytes) for stage in self.held for price in self._layers(stage)
+        )
+        gathered = max(next(iter(modes.values())).gathered_bytes for modes in self.prices.layers)
+        return largest + 2 * gathered + int(self.prices.facts.constants.workspace_bytes)
+
+    def _allocated(self, size_bytes: int) -> int:
+        """Equation (M5), rounded up layer by layer."""
+        facts = self.prices.facts
+        overhead = 1 + facts.device.allocation_overhead
+        return math.ceil(size_bytes * overhead * facts.constants.allocated_factor)

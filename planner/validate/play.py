@@ -1,0 +1,158 @@
+"""Playing the plan's actions: when does each rank end, and what does it hold?
+
+(W1)  a rank runs its list strictly in order, one action at a time
+(W2)  F waits for F of the stage before, B or I for B or I of the stage behind, each with a transfer in between that
+      delays nobody else; stages on one rank hand over without a transfer; W, and the last stage's B or I, wait for
+      nothing but their place in the list (the rules of torch.distributed.pipelining)
+(W3)  a joint pair starts when both its actions have their input, and hands on what both made when both have ended
+(W4)  a micro-batch of a stage is held from F to the end of B, or of W when the backward is split
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from planner.errors import ScheduleError
+
+
+class Action(NamedTuple):
+    """One stage computing one micro-batch, or one sequence chunk of it."""
+
+    stage: int
+    kind: str
+    micro_batch: int
+    """With sequence chunks: micro-batch x chunks + chunk."""
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+
+Actions = Sequence[Sequence[Action]]
+"""Per pipeline rank, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Nanoseconds of one stage and micro-batch."""
+
+    forward: int
+    backward_input: int
+    """Recomputation included."""
+    backward_weight: int
+    transfer: int
+    """To the next stage, and of the gradient back from it."""
+
+    def of(self, kind: str) -> int:
+        """How long an action of this kind lasts."""
+        backward = {
+            "I": self.backward_input,
+            "W": self.backward_weight,
+            "B": self.backward_input + self.backward_weight,
+        }
+        return self.forward if kind == "F" else backward[kind]
+
+
+def end_nanoseconds(
+    actions: Actions, stages: Sequence[StageTimes], pairs: frozenset[tuple[int, str, int]] = frozenset()
+) -> tuple[int, ...]:
+    """When each rank ends its last action, by playing the lists: equations (W1) to (W3).
+
+    Args:
+        actions: of every rank.
+        stages: how long they last.
+        pairs: actions that run as one with the action before them.
+
+    Raises:
+        ScheduleError: no rank can go on.
+    """
+    play = _Play(actions, stages, pairs)
+    while any(position < len(one) for position, one in zip(play.place, actions, strict=True)):
+        moved = [play.advance(rank) for rank in range(len(actions))]
+        if not any(moved):
+            raise _dead_lock(actions, play.place)
+    return tuple(play.clock)
+
+
+class _Play:
+    """The state of all ranks."""
+
+    def __init__(self, actions: Actions, stages: Sequence[StageTimes], pairs: frozenset[tuple[int, str, int]]) -> None:
+        self.clock, self.place = [0] * len(actions), [0] * len(actions)
+        self._actions, self._stages, self._pairs = actions, stages, pairs
+        self._owners = owners(actions)
+        self._made: dict[tuple[int, bool, int], int] = {}
+        """When the output (True) or the input gradient (False) of a stage and micro-batch is done."""
+
+    def advance(self, rank: int) -> bool:
+        """Run a rank's actions until one has to wait; did any run?"""
+        first = self.place[rank]
+        while together := self._next(rank):
+            arrivals = [self._arrival(action) for action in together]
+            known = [arrival for arrival in arrivals if arrival is not None]
+            if len(known) < len(arrivals):
+                break
+            lasts = sum(self._stages[action.stage].of(action.kind) for action in together)
+            self.clock[rank] = max(self.clock[rank], *known) + lasts
+            for stage, kind, unit in together:
+                if kind != "W":
+                    self._made[stage, kind == "F", unit] = self.clock[rank]
+            self.place[rank] += len(together)
+        return self.place[rank] > first
+
+    def _next(self, rank: int) -> Sequence[Action]:
+        """The rank's next action, with the one that is paired with it."""
+        one, place = self._actions[rank], self.place[rank]
+        count = 2 if place + 1 < len(one) and one[place + 1] in self._pairs else 1
+        return one[place : place + count]
+
+    def _arrival(self, action: Action) -> int | None:
+        """When the action's input is there; None: not yet known."""
+        stage, kind, unit = action
+        is_forward = kind == "F"
+        source = stage - 1 if is_forward else stage + 1
+        if kind == "W" or not 0 <= source < len(self._stages):
+            return 0
+        made = self._made.get((source, is_forward, unit))
+        if made is None or self._owners.get(source) == self._owners[stage]:
+            return made
+        return made + self._stages[min(source, stage)].transfer
+
+
+def owners(actions: Actions) -> Mapping[int, int]:
+    """Pipeline rank of every stage that has actions."""
+    return {action.stage: rank for rank, one in enumerate(actions) for action in one}
+
+
+def _dead_lock(actions: Actions, place: Sequence[int]) -> ScheduleError:
+    waiting = ", ".join(
+        f"{one[position]} on rank {rank}"
+        for rank, (one, position) in enumerate(zip(actions, place, strict=True))
+        if position < len(one)
+    )
+    return ScheduleError(
+        f"dead-lock: {waiting} wait for ever.",
+        field="actions",
+        mend="order the lists so that what an action waits for runs before it.",
+    )
+
+
+def held_per_stage(actions: Sequence[Action]) -> Counter[int]:
+    """Units of every stage of a rank at the first moment at which it holds most: equation (W4)."""
+    held: Counter[int] = Counter()
+    most: Counter[int] = Counter()
+    total = largest = 0
+    for action in actions:
+        change = {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
+        held[action.stage] += change
+        total += change
+        if total > largest:
+            largest, most = total, held.copy()
+    return most
+
+
+def in_flight(actions: Sequence[Action]) -> int:
+    """Most units that a rank holds at once."""
+    return held_per_stage(actions).total()
