@@ -18,10 +18,12 @@ from planner.cli.console import STDOUT, check_output, data, to_json, words, writ
 from planner.cli.failures import DONE
 from planner.cli.run_text import run_text
 from planner.errors import DocumentError
+from planner.executor.elastic import DEFAULT_COOLDOWN_SECONDS, DEFAULT_RESTARTS, ElasticPolicy
 from planner.executor.settings import DEFAULT_KEEP
 from planner.spec import MeasuredRun, Plan, read
 
 LOCAL_ONLY = ("output", "metrics", "reference_steps")
+ELASTIC_ONLY = ("planner", "restarts", "cooldown", "discover")
 """Options of the launcher here; on several nodes torchrun is started by the user."""
 
 
@@ -67,13 +69,47 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="train K steps in a single process too, and fail when the losses differ",
     )
+    _add_elastic(parser)
     add_json(parser, "print measured.json on stdout (on several nodes: the commands)")
+
+
+def _add_elastic(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--elastic",
+        action="store_true",
+        help="when ranks are killed, plan for the devices that are left and go on from the last checkpoint",
+    )
+    add_option(
+        parser, "--planner", str, metavar="URL", help="with --elastic: ask this service for plans (default: here)"
+    )
+    add_option(
+        parser,
+        "--restarts",
+        whole_number,
+        metavar="N",
+        help=f"with --elastic: give up when ranks are killed more often (default: {DEFAULT_RESTARTS})",
+    )
+    add_option(
+        parser,
+        "--cooldown",
+        positive_seconds,
+        metavar="SECONDS",
+        help=f"with --elastic: try a killed rank's device again after so long (default: {DEFAULT_COOLDOWN_SECONDS:g})",
+    )
+    add_option(
+        parser,
+        "--discover",
+        str,
+        metavar="COMMAND",
+        help="with --elastic: a command that prints the indices of this node's usable devices",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, and print what happened beside what was predicted."""
     plan = read(Plan, arguments.plan)
     model = arguments.model or model_of(plan)
+    _check_elastic(arguments)
     if len({row.node for row in plan.placement}) > 1:
         _print_commands(plan, model, arguments)
         return DONE
@@ -122,7 +158,29 @@ def _train(plan: Plan, model: str, arguments: argparse.Namespace) -> MeasuredRun
         log=words,
         reference_steps=arguments.reference_steps or 0,
         timeout_seconds=arguments.timeout,
+        elastic=_elastic(plan, arguments),
         **_checkpoints(arguments),
+    )
+
+
+def _check_elastic(arguments: argparse.Namespace) -> None:
+    for name in ELASTIC_ONLY:
+        if getattr(arguments, name) is not None and not arguments.elastic:
+            raise DocumentError("means nothing without --elastic.", field=f"--{name}", mend="give --elastic too.")
+
+
+def _elastic(plan: Plan, arguments: argparse.Namespace) -> ElasticPolicy | None:
+    """How the run survives; None: it does not."""
+    if not arguments.elastic:
+        return None
+    from planner.cli.replan import FewerDevices, by_search, by_service, discovered_by
+
+    search = by_search(plan) if arguments.planner is None else by_service(plan, arguments.planner)
+    chosen = {"restarts": arguments.restarts, "cooldown_seconds": arguments.cooldown}
+    return ElasticPolicy(
+        planner=FewerDevices(plan, search),
+        discover=None if arguments.discover is None else discovered_by(arguments.discover),
+        **{name: value for name, value in chosen.items() if value is not None},
     )
 
 

@@ -9,20 +9,26 @@ from planner.spec import MeasuredRun, Plan
 
 def run_text(plan: Plan, measured: MeasuredRun) -> str:
     """Losses, step time and memory per rank, predicted and measured."""
-    first, last = measured.losses[0], measured.losses[-1]
+    trained = measured.losses_by_step
+    first, last = trained[min(trained)], trained[max(trained)]
     head = (
         f"{bold('run')} {measured.model} by plan {measured.plan_id[:12]} on {measured.devices}, {measured.steps} steps"
     )
     parts = [head, f"{bold('loss')} {first:.4f} -> {last:.4f}", _speed(plan, measured), _memory(plan, measured)]
     if measured.reference_losses:
         parts.insert(2, _reference(measured))
+    if measured.decisions:
+        parts.append(
+            "\n".join((bold("decisions"), *(f"  step {each.step}: {each.text}" for each in measured.decisions)))
+        )
     return "\n\n".join(parts)
 
 
 def _reference(measured: MeasuredRun) -> str:
+    trained = measured.losses_by_step
     rows = [
-        (str(step), f"{ours:.6f}", f"{theirs:.6f}", f"{ours - theirs:+.1e}")
-        for step, (ours, theirs) in enumerate(zip(measured.losses, measured.reference_losses, strict=False))
+        (str(step), f"{trained[step]:.6f}", f"{theirs:.6f}", f"{trained[step] - theirs:+.1e}")
+        for step, theirs in enumerate(measured.reference_losses)
     ]
     return table(("step", "this run", "single process", "difference"), rows)
 

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import time
 import traceback
 from dataclasses import asdict
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import planner.errors
 from planner.errors import PlannerError, Problem, RunError, StoppedError
 
 SHOWN_LINES = 15
+GRACE_SECONDS = 30
+"""Between torchrun's SIGTERM and its SIGKILL."""
+FAILURE = re.compile(
+    r"time\s*:\s*(?P<time>\S+)\s+host\s*:.*\s+rank\s*:\s*(?P<rank>\d+).*\s+exitcode\s*:\s*(?P<code>-?\d+)"
+)
+"""One failure in torchrun's summary."""
 STOPPED_NOTE = "stopped.json"
 
 
@@ -54,8 +62,10 @@ def read_failure(folder: Path, stderr: str) -> PlannerError:
     """The error that explains a failed run: one raised on purpose before the first of the others, which mostly are
     neighbours that lost their peer; without any report, what torchrun said."""
     reports = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("rank-*.json"))]
+    if not any(report["problems"] for report in reports) and (killed := killed_ranks(stderr)):
+        return _killed(killed, stderr)
     if not reports:
-        return _without_report(stderr)
+        return RunError(f"torchrun failed:\n{_tail(stderr)}", mend="correct what the last lines name.")
     first = min(reports, key=lambda report: (not report["problems"], report["seconds"]))
     if first["problems"]:
         kind = getattr(planner.errors, first["kind"], RunError)
@@ -67,14 +77,32 @@ def read_failure(folder: Path, stderr: str) -> PlannerError:
     )
 
 
-def _without_report(stderr: str) -> RunError:
-    signals = re.findall(r"exitcode\s*:\s*-(\d+)", stderr)
-    if "9" in signals:
-        return RunError(
-            "a rank was killed (signal 9), as systems do when memory runs out.",
-            mend="plan with a smaller memory limit, or free memory on this machine.",
-        )
-    return RunError(f"torchrun failed:\n{_tail(stderr)}", mend="correct what the last lines name.")
+def killed_ranks(stderr: str) -> tuple[int, ...]:
+    """Ranks that a signal ended before torchrun ended the others, by its summary of all failures.
+
+    torchrun ends ranks by SIGTERM, and by SIGKILL those that are still there after its grace; what died so much later
+    than the first did not die by itself.
+    """
+    found = [
+        (datetime.fromisoformat(match["time"].replace("_", " ")), int(match["rank"]), int(match["code"]))
+        for match in FAILURE.finditer(stderr)
+    ]
+    if not found:
+        return ()
+    until = min(when for when, _, _ in found) + timedelta(seconds=GRACE_SECONDS / 2)
+    ended = {rank for when, rank, code in found if code < 0 and -code != signal.SIGTERM and when < until}
+    return tuple(sorted(ended))
+
+
+def _killed(ranks: tuple[int, ...], stderr: str) -> RunError:
+    names = f"rank {ranks[0]} was" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} were"
+    numbers = sorted({int(match["code"]) for match in FAILURE.finditer(stderr) if int(match["rank"]) in ranks})
+    signals = ", ".join(str(-number) for number in numbers)
+    memory = ", as systems do when memory runs out" if -signal.SIGKILL in numbers else ""
+    return RunError(
+        f"{names} killed (signal {signals}){memory}.",
+        mend="plan with a smaller memory limit, or free memory on this machine; with --elastic a run goes on.",
+    )
 
 
 def _tail(text: str) -> str:

@@ -5,22 +5,17 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import signal
-import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
-from planner.errors import DocumentError, LayoutError, PlannerError, RunError, UnsupportedError
+from planner.errors import DocumentError, LayoutError, RunError, UnsupportedError
 from planner.executor.checkpoint_folder import check_policy
-from planner.executor.failure import STOPPED_NOTE, read_failure, read_stopped
+from planner.executor.elastic import Elastic, ElasticPolicy
+from planner.executor.failure import read_failure
 from planner.executor.settings import DEFAULT_KEEP, DEFAULT_LEARNING_RATE, DEFAULT_TIMEOUT_SECONDS, RunSettings
 from planner.executor.support import check_plan
-from planner.spec.document import read
+from planner.executor.torchrun import Log, Torchrun, started
 from planner.spec.job import Precision
 from planner.spec.measured import MeasuredRun
 from planner.spec.plan import Plan
@@ -30,8 +25,6 @@ MASTER_PORT = 29500
 TOLERANCES: dict[Precision, float] = {"fp32": 1e-4, "fp16-mixed": 1e-2, "bf16-mixed": 5e-2, "bf16": 5e-2}
 """Greatest difference of a step's loss from the single process that counts as the same. A split adds up in another
 order, and every sum is rounded: to 11 bits in fp16, to 8 in bf16."""
-
-Log = Callable[[str], None]
 
 
 def run_plan(
@@ -55,6 +48,7 @@ def run_plan(
     checkpoint_every: int | None = None,
     keep: int = DEFAULT_KEEP,
     resume: bool = False,
+    elastic: ElasticPolicy | None = None,
 ) -> MeasuredRun:
     """Train with torchrun on this machine and return what happened.
 
@@ -66,6 +60,7 @@ def run_plan(
         metrics: file for one JSON line per step.
         log: takes one line of text per step.
         reference_steps: train this many steps in a single process first and compare the losses.
+        elastic: go on when ranks are killed, and grow again when their devices come back; None: fail.
 
     Raises:
         MismatchError: a plan of another model.
@@ -97,7 +92,10 @@ def run_plan(
         folder = Path(name)
         path = Path(plan_path) if plan_path is not None else _write_plan(plan, folder)
         expected = _reference(path, settings, min(reference_steps, steps), plan, log) if reference_steps else ()
-        measured = _torchrun(plan, path, settings, folder, metrics, log)
+        if elastic is not None:
+            measured = Elastic(plan, settings, folder, elastic, metrics=metrics, log=log).run()
+        else:
+            measured = _torchrun(plan, path, settings, folder, metrics, log)
     measured = measured.model_copy(update={"reference_losses": expected})
     if output is not None:
         Path(output).write_text(measured.model_dump_json(indent=1), encoding="utf-8")
@@ -183,77 +181,11 @@ def _write_plan(plan: Plan, folder: Path) -> Path:
 def _torchrun(
     plan: Plan, path: Path, settings: RunSettings, folder: Path, metrics: str | Path | None, log: Log
 ) -> MeasuredRun:
-    output = folder / "measured.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={len(plan.placement)}"]
-    command += ["-m", "planner.executor.worker", str(path), *settings.to_arguments(), "--output", str(output)]
-    command += ["--failures", str(folder)]
-    if metrics is not None:
-        command += ["--metrics", str(metrics)]
-    with _started(command, _environment(plan), folder / "stderr.txt") as process, _passing_on(process) as asked_to_stop:
-        assert process.stdout is not None
-        for line in process.stdout:
-            log(_describe(line))
-    if process.returncode != 0 or not output.exists():
-        raise read_stopped(folder) if asked_to_stop or (folder / STOPPED_NOTE).exists() else _failure(folder)
-    return read(MeasuredRun, output)
-
-
-def _failure(folder: Path) -> PlannerError:
-    return read_failure(folder, (folder / "stderr.txt").read_text(encoding="utf-8", errors="replace"))
-
-
-@contextmanager
-def _started(command: list[str], environment: dict[str, str], stderr: Path) -> Iterator[subprocess.Popen[str]]:
-    """A running child whose end is awaited; interrupted, it is told to stop, and torchrun stops its workers."""
-    with (
-        stderr.open("w", encoding="utf-8") as errors,
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
-    ):
-        try:
-            yield process
-        except BaseException:
-            process.terminate()
-            raise
-
-
-@contextmanager
-def _passing_on(process: subprocess.Popen[str]) -> Iterator[list[int]]:
-    """Within, SIGTERM goes to the child, whose ranks may want to keep what they have; yields the signals passed on."""
-    passed: list[int] = []
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        passed.append(number)
-        process.terminate()
-
-    if threading.current_thread() is not threading.main_thread():
-        yield passed
-        return
-    before = signal.signal(signal.SIGTERM, pass_on)
-    try:
-        yield passed
-        process.wait()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _environment(plan: Plan) -> dict[str, str]:
-    profile = plan.request.profile
-    threads = profile.environment.get("threads_per_rank") if profile is not None else None
-    if threads is None:
-        threads = str(max(1, len(os.sched_getaffinity(0)) // len(plan.placement)))
-    return {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "OMP_NUM_THREADS": threads}  # as the profile was measured
-
-
-def _describe(line: str) -> str:
-    try:
-        metrics = json.loads(line)
-        scale = "" if metrics["loss_scale"] is None else f"  loss scale {metrics['loss_scale']:g}"
-        return (
-            f"step {metrics['step']:4d}  loss {metrics['loss']:8.4f}  {metrics['seconds']:8.3f} s  "
-            f"{metrics['tokens_per_second']:10.0f} tokens/s{scale}"
-        )
-    except (ValueError, TypeError, KeyError):
-        return line.rstrip("\n")  # something else that a worker printed
+    ended = Torchrun(plan, path, settings, folder, metrics=metrics).run(lambda line: log(str(line)), log)
+    if ended.measured is None:
+        assert ended.error is not None
+        raise ended.error
+    return ended.measured
 
 
 def _reference(path: Path, settings: RunSettings, steps: int, plan: Plan, log: Log) -> tuple[float, ...]:
@@ -265,11 +197,11 @@ def _reference(path: Path, settings: RunSettings, steps: int, plan: Plan, log: L
         command += ["--reference-steps", str(steps), "--failures", name]
         # Threads that spin while they wait take the core from one that works, where cores are shared.
         environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-        with _started(command, environment, folder / "stderr.txt") as process:
+        with started(command, environment, folder / "stderr.txt") as process:
             assert process.stdout is not None
             text = process.stdout.read()
         if process.returncode != 0:
-            raise _failure(folder)
+            raise read_failure(folder, (folder / "stderr.txt").read_text(encoding="utf-8", errors="replace"))
     return tuple(json.loads(text))
 
 
@@ -278,7 +210,9 @@ def _compare(measured: MeasuredRun, tolerance: float, log: Log) -> None:
         return
     worst = 0.0
     log("step   this run   single process   difference")
-    for step, (ours, theirs) in enumerate(zip(measured.losses, measured.reference_losses, strict=False)):
+    trained = measured.losses_by_step
+    for step, theirs in enumerate(measured.reference_losses):
+        ours = trained[step]
         log(f"{step:4d}   {ours:8.5f}   {theirs:14.5f}   {ours - theirs:+.1e}")
         worst = max(worst, abs(ours - theirs))
     if worst > tolerance:

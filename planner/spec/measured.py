@@ -33,6 +33,30 @@ class MeasuredRank(Document):
     optimizer_bytes: int = Field(default=0, ge=0)
 
 
+class Decision(Document):
+    """What a run decided about its own plan, and by which figures."""
+
+    step: int = Field(ge=0)
+    """Steps trained when it was decided."""
+    kind: Literal["lost", "moved", "stayed"]
+    """``lost``: ranks were killed; ``moved``: the run goes on by another plan, or anew by the same one; ``stayed``:
+    another plan was looked at and not taken."""
+    text: str
+    figures: dict[str, float] = Field(default_factory=dict)
+    """SI units, the unit in the name."""
+
+
+class Segment(Document):
+    """Steps that were trained by one plan without a break."""
+
+    plan_id: str
+    devices: int = Field(ge=1)
+    first_step: int = Field(ge=0)
+    losses: tuple[float, ...]
+    step_seconds: tuple[float, ...]
+    """As rank 0 saw them."""
+
+
 class MeasuredRun(Document):
     """The report of `planner run`."""
 
@@ -55,3 +79,17 @@ class MeasuredRun(Document):
     ranks: tuple[MeasuredRank, ...]
     actions: tuple[MeasuredAction, ...] = ()
     """Of the recorded step, the median one after warm-up."""
+    segments: tuple[Segment, ...] = ()
+    """Of an elastic run: what the launches before the last one trained; steps after a checkpoint were trained twice."""
+    decisions: tuple[Decision, ...] = ()
+    """Of an elastic run: every change of plan, and every one that was weighed."""
+
+    @property
+    def losses_by_step(self) -> dict[int, float]:
+        """The loss of every step, as it was trained last."""
+        runs = [(segment.first_step, segment.losses) for segment in self.segments]
+        return {
+            first + index: loss
+            for first, losses in (*runs, (self.first_step, self.losses))
+            for index, loss in enumerate(losses)
+        }

@@ -74,7 +74,27 @@ def test_options_reach_the_launcher(planner: Command, plan_path: Path, calls: li
         "checkpoint_every": 5,
         "keep": 2,
         "resume": True,
+        "elastic": None,
     }
+
+
+def test_elastic_reaches_the_launcher(planner: Command, plan_path: Path, calls: list[dict[str, Any]]) -> None:
+    """With its options, and a planner that knows the plan's profile."""
+    words = ("--elastic", "--restarts", "7", "--cooldown", "9", "--checkpoint-dir", "d", "--checkpoint-every", "2")
+    assert planner("run", plan_path, "--model", "m:f", *words).code == 0
+    policy = calls[0]["elastic"]
+    assert (policy.restarts, policy.cooldown_seconds, policy.discover) == (7, 9.0, None)
+    assert isinstance(policy.planner.for_devices(4), Plan)
+
+
+@pytest.mark.parametrize(
+    "words", [("--planner", "http://h:1"), ("--restarts", "1"), ("--cooldown", "1"), ("--discover", "x")]
+)
+def test_elastic_options_need_elastic(planner: Command, plan_path: Path, words: tuple[str, str]) -> None:
+    """An option that would be ignored is refused."""
+    ended = planner("run", plan_path, "--model", "m:f", *words)
+    assert (ended.code, ended.out) == (2, "")
+    assert f"{words[0]}: means nothing without --elastic" in ended.err
 
 
 def test_predicted_beside_measured(planner: Command, plan_path: Path, calls: list[dict[str, Any]]) -> None:

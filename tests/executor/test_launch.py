@@ -18,6 +18,13 @@ from planner.executor.settings import RunSettings
 from planner.spec import Plan
 from tests.executor.plans import make_plan, source_of
 
+KILLED = """
+  time      : 2026-01-02_03:04:05
+  host      : here
+  rank      : 3 (local_rank: 3)
+  exitcode  : -9 (pid: 7) (SIGKILL)
+"""
+
 
 def _on_two_nodes() -> Plan:
     plan = make_plan(("a", "b"), (1, 1), data=2)
@@ -107,7 +114,7 @@ def test_first_of_unexpected_errors_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("stderr", "message"),
-    [("exitcode  : -9 (pid: 7)", "killed \\(signal 9\\), as systems do when memory runs out"), ("no port", "no port")],
+    [(KILLED, "rank 3 was killed \\(signal 9\\), as systems do when memory runs out"), ("no port", "no port")],
 )
 def test_failure_without_a_report_is_read_from_torchrun(tmp_path: Path, stderr: str, message: str) -> None:
     """A killed rank writes nothing; torchrun tells the signal."""

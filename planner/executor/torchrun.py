@@ -1,0 +1,195 @@
+"""Starts torchrun for a plan on this machine, follows it, and tells how it ended. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from planner.errors import DocumentError, PlannerError
+from planner.executor.failure import STOPPED_NOTE, killed_ranks, read_failure, read_stopped
+from planner.executor.settings import RunSettings
+from planner.spec.document import read
+from planner.spec.measured import MeasuredRun
+from planner.spec.plan import Plan
+
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StepLine:
+    """What rank 0 prints after a step."""
+
+    step: int
+    loss: float
+    seconds: float
+    tokens_per_second: float
+    loss_scale: float | None = None
+    warning: str | None = None
+
+    @classmethod
+    def parse(cls, line: str) -> StepLine | None:
+        """None: something else that a worker printed."""
+        try:
+            found: dict[str, Any] = json.loads(line)
+            return cls(**found)
+        except (ValueError, TypeError):
+            return None
+
+    def __str__(self) -> str:
+        scale = "" if self.loss_scale is None else f"  loss scale {self.loss_scale:g}"
+        warning = "" if self.warning is None else f"\n  {self.warning}"
+        return (
+            f"step {self.step:4d}  loss {self.loss:8.4f}  {self.seconds:8.3f} s  "
+            f"{self.tokens_per_second:10.0f} tokens/s{scale}{warning}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a launch ended."""
+
+    measured: MeasuredRun | None
+    """What happened, when it ran to its last step."""
+    error: PlannerError | None
+    """Why it did not."""
+    killed: tuple[int, ...] = ()
+    """Ranks that a signal ended; torchrun then ended the others."""
+    was_stopped: bool = False
+    """It was told to stop, by `Torchrun.stop` or by SIGTERM."""
+    by_signal: bool = False
+    """By SIGTERM to this process."""
+
+
+class Torchrun:
+    """One launch of all ranks of a plan on this machine.
+
+    Args:
+        path: the plan's file.
+        folder: an empty one, for what the ranks leave.
+        metrics: file for one JSON line per step.
+        devices: indices of this machine's CUDA devices that the ranks get; None: as many as there are ranks.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        path: Path,
+        settings: RunSettings,
+        folder: Path,
+        *,
+        metrics: str | Path | None = None,
+        devices: Sequence[int] | None = None,
+    ) -> None:
+        self._folder = folder
+        self._output = folder / "measured.json"
+        self._command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        self._command += [f"--nproc-per-node={len(plan.placement)}", "-m", "planner.executor.worker", str(path)]
+        self._command += [*settings.to_arguments(), "--output", str(self._output), "--failures", str(folder)]
+        if metrics is not None:
+            self._command += ["--metrics", str(metrics)]
+        shown = None if settings.device == "cpu" else devices
+        self._environment = environment(plan) | visible(shown, os.environ.get(VISIBLE_DEVICES))
+        self._process: subprocess.Popen[str] | None = None
+        self._told = False
+
+    def run(self, on_step: Callable[[StepLine], None], log: Log) -> Ended:
+        """Run to the end.
+
+        Args:
+            on_step: called after every step.
+            log: takes what the ranks print besides.
+        """
+        stderr = self._folder / "stderr.txt"
+        with started(self._command, self._environment, stderr) as process, passing_on(process) as signals:
+            self._process = process
+            assert process.stdout is not None
+            for line in process.stdout:
+                step = StepLine.parse(line)
+                if step is None:
+                    log(line.rstrip("\n"))
+                else:
+                    on_step(step)
+        return self._ended(process.returncode, by_signal=bool(signals))
+
+    def stop(self) -> None:
+        """Let the ranks end the step at hand, keep a checkpoint, and leave."""
+        self._told = True
+        if self._process is not None:
+            self._process.terminate()
+
+    def _ended(self, code: int, *, by_signal: bool) -> Ended:
+        if code == 0 and self._output.exists():
+            return Ended(read(MeasuredRun, self._output), None)
+        text = (self._folder / "stderr.txt").read_text(encoding="utf-8", errors="replace")
+        if self._told or by_signal or (self._folder / STOPPED_NOTE).exists():
+            return Ended(None, read_stopped(self._folder), was_stopped=True, by_signal=by_signal)
+        return Ended(None, read_failure(self._folder, text), killed_ranks(text))
+
+
+@contextmanager
+def started(command: list[str], variables: dict[str, str], stderr: Path) -> Iterator[subprocess.Popen[str]]:
+    """A running child whose end is awaited; interrupted, it is told to stop, and torchrun stops its workers."""
+    with (
+        stderr.open("w", encoding="utf-8") as errors,
+        subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
+        try:
+            yield process
+        except BaseException:
+            process.terminate()
+            raise
+
+
+@contextmanager
+def passing_on(process: subprocess.Popen[str]) -> Iterator[list[int]]:
+    """Within, SIGTERM goes to the child, whose ranks may want to keep what they have; yields the signals passed on."""
+    passed: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        passed.append(number)
+        process.terminate()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield passed
+        return
+    before = signal.signal(signal.SIGTERM, pass_on)
+    try:
+        yield passed
+        process.wait()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def environment(plan: Plan) -> dict[str, str]:
+    """Of the ranks: as many threads each as the profile was measured with."""
+    profile = plan.request.profile
+    threads = profile.environment.get("threads_per_rank") if profile is not None else None
+    if threads is None:
+        threads = str(max(1, len(os.sched_getaffinity(0)) // len(plan.placement)))
+    # Threads that spin while they wait take the core from one that works, where cores are shared.
+    return {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "OMP_NUM_THREADS": threads}
+
+
+def visible(devices: Sequence[int] | None, outer: str | None) -> dict[str, str]:
+    """The variable that shows the ranks these devices only, of those that this process sees itself."""
+    if devices is None:
+        return {}
+    seen = range(max(devices) + 1) if outer is None else outer.split(",")
+    if max(devices) >= len(seen):
+        raise DocumentError(
+            f"is {outer!r}, and device {max(devices)} is asked for.",
+            field=VISIBLE_DEVICES,
+            mend="show as many devices as the plan's cluster has, or leave it unset.",
+        )
+    return {VISIBLE_DEVICES: ",".join(str(seen[index]) for index in devices)}

@@ -1,0 +1,243 @@
+"""What an elastic run decides, with launches that are told how to end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.errors import DocumentError, RunError, StoppedError
+from planner.executor import elastic
+from planner.executor.elastic import Devices, Elastic, ElasticPolicy
+from planner.executor.failure import killed_ranks
+from planner.executor.settings import RunSettings
+from planner.executor.torchrun import Ended, StepLine, visible
+from planner.spec import Infeasible, MeasuredRun, Plan
+from tests.executor.plans import make_plan
+
+STEPS = 10
+SUMMARY = """
+Failures:
+[1]:
+  time      : 2026-01-02_03:04:05.600000
+  host      : here
+  rank      : 0 (local_rank: 0)
+  exitcode  : 1 (pid: 11)
+[2]:
+  time      : {late}
+  host      : here
+  rank      : 3 (local_rank: 3)
+  exitcode  : -9 (pid: 13) (SIGKILL)
+[3]:
+  time      : 2026-01-02_03:04:06
+  host      : here
+  rank      : 2 (local_rank: 2)
+  exitcode  : -15 (pid: 14) (SIGTERM)
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-01-02_03:04:05
+  host      : here
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: 12) (SIGKILL)
+"""
+
+
+@dataclass
+class Script:
+    """What every launch does: steps until, and its end."""
+
+    launches: list[tuple[int, Ended]]
+    plans: list[Plan] = field(default_factory=list)
+    settings: list[RunSettings] = field(default_factory=list)
+    kept: int = 0
+    stopped: bool = False
+
+    def torchrun(self, plan: Plan, path: Path, settings: RunSettings, folder: Path, **options: Any) -> Script:
+        """In place of `Torchrun`."""
+        self.plans.append(plan)
+        self.settings.append(settings)
+        return self
+
+    def run(self, on_step: Callable[[StepLine], None], log: Callable[[str], None]) -> Ended:
+        """Steps from the last checkpoint on, one second each; a checkpoint after every second step."""
+        until, ended = self.launches.pop(0)
+        for step in range(self.kept, until):
+            if (step + 1) % 2 == 0:
+                self.kept = step + 1
+            on_step(StepLine(step, float(step), 1.0, 1.0))
+            if self.stopped:
+                self.stopped, self.kept = False, step + 1
+                return Ended(None, StoppedError("stopped."), was_stopped=True)
+        return ended
+
+    def stop(self) -> None:
+        """As `Torchrun.stop`."""
+        self.stopped = True
+
+
+@dataclass
+class Planner:
+    """Two devices take one predicted second, one takes three."""
+
+    nothing_fits: bool = False
+
+    def for_devices(self, devices: int) -> Plan | Infeasible:
+        """A plan of one stage per device."""
+        if self.nothing_fits:
+            return Infeasible(reasons=("too large",))
+        plan = make_plan(("a", "b"), (1, 1) if devices == 2 else (2,))
+        seconds = 1.0 if devices == 2 else 3.0
+        return plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"step_seconds": seconds})})
+
+
+KILLED = Ended(None, RunError("killed."), killed=(1,))
+
+
+def measured(first: int) -> Ended:
+    """A launch that ran to the last step."""
+    run = MeasuredRun(
+        plan_id="p",
+        model="m",
+        devices="cpu",
+        steps=STEPS - first,
+        first_step=first,
+        losses=tuple(float(step) for step in range(first, STEPS)),
+        step_seconds=(1.0,) * (STEPS - first),
+        median_step_seconds=1.0,
+        tokens_per_second=1.0,
+        ranks=(),
+    )
+    return Ended(run, None)
+
+
+@pytest.fixture
+def train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[MeasuredRun, Script]]:
+    """Runs an elastic training of scripted launches."""
+
+    def train(*launches: tuple[int, Ended], **policy: Any) -> tuple[MeasuredRun, Script]:
+        script = Script(list(launches))
+        monkeypatch.setattr(elastic, "Torchrun", script.torchrun)
+        monkeypatch.setattr(elastic, "newest_step", lambda folder: script.kept)
+        settings = RunSettings(model="m", steps=STEPS, checkpoint_dir=str(tmp_path / "kept"), checkpoint_every=2)
+        chosen = ElasticPolicy(**{"planner": Planner(), **policy})
+        begin = Planner().for_devices(2)
+        assert isinstance(begin, Plan)
+        return Elastic(begin, settings, tmp_path / "run", chosen).run(), script
+
+    return train
+
+
+def test_goes_on_with_what_is_left(train: Callable[..., tuple[MeasuredRun, Script]]) -> None:
+    """From the last checkpoint, resumed, by a plan for one device; the report has every step once, as trained last."""
+    run, script = train((5, KILLED), (STEPS, measured(4)))
+    assert [len(plan.placement) for plan in script.plans] == [2, 1]
+    assert [settings.resume for settings in script.settings] == [False, True]
+    assert run.losses_by_step == {step: float(step) for step in range(STEPS)}
+    assert [(one.kind, one.step) for one in run.decisions] == [("lost", 5), ("moved", 4)]
+    assert run.decisions[0].figures == {"ranks_lost": 1, "devices_left": 1, "steps_trained": 5, "steps_kept": 4}
+
+
+def test_the_same_plan_starts_again_where_no_device_is_lost(train: Callable[..., tuple[MeasuredRun, Script]]) -> None:
+    """Somebody tells that both are still there."""
+    run, script = train((5, KILLED), (STEPS, measured(4)), discover=lambda: (0, 1))
+    assert [len(plan.placement) for plan in script.plans] == [2, 2]
+    assert [one.kind for one in run.decisions] == ["lost", "moved"]
+
+
+def test_grows_again_where_it_pays(train: Callable[..., tuple[MeasuredRun, Script]]) -> None:
+    """A step of one second becomes a third of one, six times, and moving costs next to nothing here."""
+    there = [(0, 1), (0,), (0,), (0, 1)]
+    run, script = train(
+        (1, KILLED),
+        (STEPS, KILLED),
+        (STEPS, measured(2)),
+        discover=lambda: there.pop(0) if len(there) > 1 else there[0],
+    )
+    assert [len(plan.placement) for plan in script.plans] == [2, 1, 2]
+    grown = run.decisions[-1]
+    assert grown.kind == "moved"
+    left = STEPS - grown.step
+    assert grown.figures["gain_seconds"] == pytest.approx(left * (1 - 1 / 3))
+    assert run.segments[1].losses == tuple(map(float, range(grown.step)))
+
+
+def test_stays_where_a_move_takes_longer(
+    train: Callable[..., tuple[MeasuredRun, Script]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The figures of both stand in the report."""
+    clock = iter(range(0, 10**9, 1000))
+    monkeypatch.setattr("planner.executor.elastic.time.monotonic", lambda: next(clock))
+    there = [(0, 1), (0,), (0,), (0, 1)]
+    run, script = train(
+        (1, KILLED), (STEPS, measured(0)), discover=lambda: there.pop(0) if len(there) > 1 else there[0]
+    )
+    assert len(script.plans) == 2
+    assert run.decisions[-1].kind == "stayed"
+    assert run.decisions[-1].figures["move_seconds"] > run.decisions[-1].figures["gain_seconds"] > 0
+
+
+def test_gives_up_after_so_many_restarts(train: Callable[..., tuple[MeasuredRun, Script]]) -> None:
+    """A run that is killed again and again has a reason."""
+    with pytest.raises(RunError, match="killed 2 times, and 1 restarts were allowed"):
+        train((5, KILLED), (6, KILLED), restarts=1, discover=lambda: (0, 1))
+
+
+def test_gives_up_where_nothing_fits(train: Callable[..., tuple[MeasuredRun, Script]]) -> None:
+    """Its checkpoints stay."""
+    with pytest.raises(RunError, match="no plan can be run on the 1 devices"):
+        train((5, KILLED), planner=Planner(nothing_fits=True))
+
+
+@pytest.mark.parametrize(
+    "ended",
+    [
+        Ended(None, RunError("a mistake.")),
+        Ended(None, StoppedError("a mistake."), was_stopped=True, by_signal=True),
+        Ended(None, StoppedError("a mistake."), was_stopped=True),
+    ],
+)
+def test_what_no_restart_mends_ends_the_run(train: Callable[..., tuple[MeasuredRun, Script]], ended: Ended) -> None:
+    """A mistake of the user's code comes again, and SIGTERM means the end."""
+    with pytest.raises(RunError, match="a mistake"):
+        train((5, ended))
+
+
+def test_checkpoints_must_be_kept(tmp_path: Path) -> None:
+    """Without them there is nothing to go on from."""
+    plan = make_plan(("a", "b"))
+    for folder in (None, str(tmp_path)):
+        with pytest.raises(DocumentError, match="checkpoint_every"):
+            Elastic(plan, RunSettings(model="m", checkpoint_dir=folder), tmp_path, ElasticPolicy(planner=Planner()))
+
+
+def test_lost_devices_come_back_after_a_while() -> None:
+    """After the cool-down, unless somebody tells what is usable."""
+    now = [0.0]
+    devices = Devices(4, ElasticPolicy(planner=Planner(), cooldown_seconds=10), lambda: now[0])
+    devices.lose([1, 3])
+    assert devices.usable() == (0, 2)
+    now[0] = 10.0
+    assert devices.usable() == (0, 1, 2, 3)
+    told = Devices(4, ElasticPolicy(planner=Planner(), discover=lambda: [7, 2, 0, 2]))
+    told.lose([0])
+    assert told.usable() == (0, 2)
+
+
+def test_killed_ranks_are_told_from_those_that_torchrun_ended() -> None:
+    """By the signal, and by when: torchrun kills half a minute later what does not leave."""
+    assert killed_ranks(SUMMARY.format(late="2026-01-02_03:04:35")) == (1,)
+    assert killed_ranks(SUMMARY.format(late="2026-01-02_03:04:07")) == (1, 3)
+    assert killed_ranks("no summary") == ()
+
+
+def test_ranks_see_the_usable_devices() -> None:
+    """Of those that this process sees itself."""
+    assert visible(None, "4,5") == {}
+    assert visible((0, 2), None) == {"CUDA_VISIBLE_DEVICES": "0,2"}
+    assert visible((0, 2), "4,5,6") == {"CUDA_VISIBLE_DEVICES": "4,6"}
+    with pytest.raises(DocumentError, match="device 2 is asked for"):
+        visible((0, 2), "4,5")

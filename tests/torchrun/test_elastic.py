@@ -1,0 +1,141 @@
+"""A run whose rank is killed goes on under another plan, and grows again when the device is back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from planner.errors import RunError
+from planner.executor.elastic import ElasticPolicy
+from planner.executor.launch import run_plan
+from planner.executor.loss import next_token
+from planner.executor.reference import train_reference
+from planner.spec import Infeasible, MeasuredRun, Plan, read
+from tests.executor.plans import make_plan, source_of
+
+pytestmark = pytest.mark.torchrun
+STEPS, EVERY, KILLED_AFTER, BACK_AFTER = 80, 4, 6, 7
+SLOW, FAST = 1000.0, 1.0
+"""Predicted seconds of one device and of two."""
+ALONE_SECONDS = 0.2
+"""That a micro-batch really takes longer on one device: so that moving pays, however long it takes."""
+
+
+def slow_alone(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Next-token prediction, slow on one device."""
+    if os.environ.get("WORLD_SIZE") == "1":
+        time.sleep(ALONE_SECONDS)
+    return next_token(logits, tokens)
+
+
+class Planner:
+    """Knows a plan for one device, and one for two."""
+
+    def __init__(self, layers: list[str]) -> None:
+        self.asked: list[int] = []
+        self.plans = {1: _predicting(make_plan(layers), SLOW), 2: _predicting(make_plan(layers, (2, 4)), FAST)}
+
+    def for_devices(self, devices: int) -> Plan | Infeasible:
+        """One of them."""
+        self.asked.append(devices)
+        return self.plans.get(devices) or Infeasible(reasons=("there is no device",))
+
+
+def _predicting(plan: Plan, seconds: float) -> Plan:
+    return plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"step_seconds": seconds})})
+
+
+def kill_rank(rank: int) -> None:
+    """SIGKILL the worker of this rank, a grandchild of this process."""
+    for folder in Path("/proc").iterdir():
+        try:
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if f"RANK={rank}".encode() in variables and f"{OWNER}={os.getpid()}".encode() in variables:
+            assert b"planner.executor.worker" in words
+            os.kill(int(folder.name), signal.SIGKILL)
+            return
+    raise AssertionError(f"there is no rank {rank}")
+
+
+OWNER = "PLANNER_TEST_OWNER"
+
+
+@pytest.fixture(autouse=True)
+def _own_children(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(OWNER, str(os.getpid()))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_a_killed_rank_costs_no_step_beyond_the_last_checkpoint(tmp_path: Path) -> None:
+    """Two ranks, then one, then two again: the losses are those of the undisturbed run, and every move is told."""
+    source = source_of("gpt2", tmp_path)
+    planner = Planner([layer.name for layer in source.cut().layers])
+    lines: list[str] = []
+    killed, last = [False], [0]
+
+    def log(line: str) -> None:
+        lines.append(line)
+        if line.startswith("step "):
+            last[0] = int(line.split()[1])
+        if last[0] == KILLED_AFTER and not killed[0]:
+            killed[0] = True
+            kill_rank(1)
+
+    measured = run_plan(
+        planner.plans[2],
+        model=str(tmp_path / "gpt2.json"),
+        steps=STEPS,
+        device="cpu",
+        loss=f"{__name__}:slow_alone",
+        output=tmp_path / "measured.json",
+        log=log,
+        timeout_seconds=60,
+        checkpoint_dir=str(tmp_path / "checkpoints"),
+        checkpoint_every=EVERY,
+        elastic=ElasticPolicy(planner=planner, discover=lambda: (0,) if killed[0] and last[0] < BACK_AFTER else (0, 1)),
+    )
+    expected = train_reference(planner.plans[2], source, steps=STEPS).losses
+    trained = measured.losses_by_step
+    assert [trained[step] for step in range(STEPS)] == pytest.approx(expected, abs=1e-5)
+    assert planner.asked == [1, 2]
+    lost, moved, grown = measured.decisions
+    assert (lost.kind, moved.kind, grown.kind) == ("lost", "moved", "moved")
+    assert lost.figures["ranks_lost"] == 1
+    assert "rank 1 was killed" in lost.text
+    resumed = measured.segments[1].first_step
+    assert resumed == moved.step == lost.figures["steps_kept"]
+    assert resumed % EVERY == 0
+    assert lost.step - resumed < 2 * EVERY, "from the last checkpoint; one more may have been on its way to the disk"
+    assert [segment.devices for segment in measured.segments] == [2, 1]
+    assert grown.figures["gain_seconds"] > grown.figures["move_seconds"] > 0
+    assert measured.first_step == resumed + len(measured.segments[1].losses), "a move loses no step at all"
+    assert len(measured.ranks) == 2
+    assert measured == read(MeasuredRun, tmp_path / "measured.json")
+    assert sum(line.startswith("elastic: ") for line in lines) == 3
+
+
+def test_without_elastic_the_killed_rank_is_named(tmp_path: Path) -> None:
+    """Not its neighbour, which only lost it."""
+    source = source_of("gpt2", tmp_path)
+    plan = make_plan([layer.name for layer in source.cut().layers], (2, 4))
+    started = [False]
+
+    def log(line: str) -> None:
+        if not started[0]:
+            started[0] = True
+            kill_rank(1)
+
+    with pytest.raises(RunError, match=r"rank 1 was killed \(signal 9\)"):
+        run_plan(plan, model=str(tmp_path / "gpt2.json"), steps=10**6, device="cpu", log=log, timeout_seconds=30)
