@@ -143,7 +143,8 @@ def split_borders(
 def enter_regions(stage: nn.Module, names: tuple[str, ...], enter: Change) -> None:
     """Let modules read what `enter` makes of their hidden input, in place."""
     for name in names:
-        stage.get_submodule(name).register_forward_pre_hook(partial(_changed, enter), with_kwargs=True)
+        # Before the hook of a product of DTensors, which would take the part for the whole.
+        stage.get_submodule(name).register_forward_pre_hook(partial(_changed, enter), prepend=True, with_kwargs=True)
 
 
 def _forward(run: Any, received: _Received, parts: int, part: Tensor, **keywords: Any) -> Any:

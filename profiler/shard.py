@@ -8,6 +8,7 @@ tensor-parallel regions (`profiler.sequence_parallel`). No process group is need
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,7 +33,8 @@ class Exchanges:
     """The collectives that a stage's modules ask for in one micro-batch, written down by `shard`'s hooks."""
 
     _rows: list[Exchange] = field(default_factory=list)
-    _inputs: list[Tensor] = field(default_factory=list)
+    _inputs: list[weakref.ref[Tensor]] = field(default_factory=list)
+    """Not held: who counts what lives must not find them alive for this."""
 
     def add(
         self,
@@ -53,8 +55,8 @@ class Exchanges:
 
     def add_column_input(self, tensor: Tensor) -> None:
         """The gradient of what a column-wise group reads is summed once, however many modules read it."""
-        if tensor.requires_grad and not any(tensor is seen for seen in self._inputs):
-            self._inputs.append(tensor)
+        if tensor.requires_grad and not any(tensor is seen() for seen in self._inputs):
+            self._inputs.append(weakref.ref(tensor))
             self.add("backward", "all_reduce", tensor)
 
     def take(self) -> tuple[Exchange, ...]:

@@ -46,6 +46,15 @@ def parallel_styles() -> dict[str, ParallelStyle]:
     }
 
 
+def scattered_rows() -> ParallelStyle:
+    """``rowwise`` under sequence parallelism: the sum over the group is scattered along the sequence, the dimension
+    before the last."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import RowwiseParallel
+
+    return RowwiseParallel(output_layouts=Shard(-2))
+
+
 def plan(source: ModelSource) -> dict[str, str]:
     """Style per pattern of qualified module names (``*`` stands for a block's number); empty when nobody told one.
 

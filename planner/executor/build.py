@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import torch
@@ -18,6 +18,7 @@ from planner.executor.rank_module import merge, tie
 from planner.executor.replicas import GradientReducer
 from planner.executor.runtime import Loss, PipelineRuntime
 from planner.executor.scaling import LossScaler, scaler_for
+from planner.executor.sequence_parallel import sequence_plan, share_sequence
 from planner.executor.sharding import shard_tensors, tied_modules
 from planner.executor.stages import Boundaries, Boundary, TimedStage
 from planner.executor.streams import RandomStreams
@@ -37,7 +38,7 @@ class StageRange:
 
     start: int
     stop: int
-    recompute: dict[int, RecomputeMode]
+    recompute: dict[int, RecomputeMode] = field(hash=False)
     """By index of the layer in the model."""
 
 
@@ -133,7 +134,7 @@ def build_rank(
     }
     stages = {index: _fill_stage(source, layers, fill, device, seed) for index, layers in mine.items()}
     tie(list(stages.values()), cut.shared_parameters)
-    partial = _shard(list(stages.values()), source, mesh)
+    partial = _shard(plan, {mine[index]: stage for index, stage in stages.items()}, source, mesh)
     module = merge(list(stages.values()))
     job = plan.request.job
     optimizer = Optimizer(
@@ -147,7 +148,9 @@ def build_rank(
     streams = RandomStreams(seed, device)
     for index, layers in mine.items():
         for layer in range(layers.start, layers.stop):
-            streams.attach(cut.parts(stages[index], layer))
+            # Blocks of a sequence-parallel rank see its own tokens: they drop by random numbers of its own.
+            is_shared = plan.layout.sequence_parallel and 0 < layer < len(cut.layers) - 1
+            streams.attach(cut.parts(stages[index], layer), rank=mesh.tensor if is_shared else 0)
     recorder = Recorder(device)
     reducer = None
     if mesh.grid.data * mesh.grid.context > 1:
@@ -191,13 +194,19 @@ def _fill_stage(
     )
 
 
-def _shard(stages: list[nn.Module], source: ModelSource, mesh: Mesh) -> tuple[nn.Parameter, ...]:
+def _shard(
+    plan: Plan, stages: dict[StageRange, nn.Module], source: ModelSource, mesh: Mesh
+) -> tuple[nn.Parameter, ...]:
     """Shard the stages over the tensor-parallel group; returns parameters whose gradients are partial sums."""
-    whole = tied_modules(stages)
-    partial = (
-        shard_tensors(stage, tensor_styles(stage, source, mesh.grid.tensor), mesh, whole=whole) for stage in stages
-    )
-    return tuple(parameter for found in partial for parameter in found)
+    whole = tied_modules(stages.values())
+    partial: list[nn.Parameter] = []
+    for layers, stage in stages.items():
+        styles = tensor_styles(stage, source, mesh.grid.tensor)
+        sequence = sequence_plan(stage, source, styles) if plan.layout.sequence_parallel else None
+        partial += shard_tensors(stage, styles, mesh, whole=whole, sequence=sequence)
+        if sequence is not None:
+            share_sequence(stage, source, range(layers.start, layers.stop), sequence, mesh.tensor_mesh)
+    return tuple(partial)
 
 
 def _timed_stage(
@@ -250,7 +259,19 @@ def boundaries(plan: Plan, source: ModelSource, mine: StageRange) -> tuple[Bound
     received, sent = (
         tuple(Boundary.of(each, dtype) for each in crossing[position]) for position in (mine.start, mine.stop)
     )
-    return received, sent
+    if not plan.layout.sequence_parallel:
+        return received, sent
+    last = len(crossing) - 1
+    return tuple(
+        side if position in (0, last) else tuple(_part_of(each, plan.layout.tensor_parallel_degree) for each in side)
+        for position, side in ((mine.start, received), (mine.stop, sent))
+    )  # type: ignore[return-value]
+
+
+def _part_of(hidden: Boundary, parts: int) -> Boundary:
+    """What a sequence-parallel rank sends of a hidden tensor (batch, sequence, features)."""
+    batch, length, features = hidden.shape
+    return replace(hidden, shape=(batch, length // parts, features))
 
 
 def _shared_copies(

@@ -14,20 +14,27 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from planner.errors import UnsupportedError
 from planner.executor.mesh import Mesh
-from profiler.tensor_parallel import parallel_styles
+from profiler.sequence_parallel import SequencePlan
+from profiler.tensor_parallel import parallel_styles, scattered_rows
 
 PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 """Transformers' name of a replicated parameter that sees only this rank's heads, such as Qwen3's q_norm."""
 
 
 def shard_tensors(
-    stage: nn.Module, plan: Mapping[str, str], mesh: Mesh, *, whole: Collection[str] = ()
+    stage: nn.Module,
+    plan: Mapping[str, str],
+    mesh: Mesh,
+    *,
+    whole: Collection[str] = (),
+    sequence: SequencePlan | None = None,
 ) -> tuple[nn.Parameter, ...]:
     """Shard a stage over the tensor-parallel group, in place; each rank keeps its shard of what it holds whole.
 
     Args:
         plan: style by qualified module name (`profiler.tensor_parallel.split_modules`).
         whole: modules that stay as they are (`tied_modules`).
+        sequence: where a sequence-parallel stage is entered and left (`planner.executor.sequence_parallel`).
 
     Returns:
         Replicated parameters whose gradients are partial sums, to be added up over the group after the backward.
@@ -37,6 +44,9 @@ def shard_tensors(
     """
     styles = parallel_styles()
     partial: list[nn.Parameter] = []
+    left = sequence.left if sequence is not None else ()
+    if sequence is not None:
+        partial += [each for name in sequence.partial for each in stage.get_submodule(name).parameters(recurse=False)]
     for name, style in plan.items():
         module = stage.get_submodule(name)
         if next(module.parameters(recurse=False), None) is None:
@@ -50,7 +60,8 @@ def shard_tensors(
                 mend=f"use a model whose plan has only {', '.join([*styles, PARTIAL_GRADIENT])}, or degree 1.",
             )
         elif name not in whole:
-            parallelize_module(module, mesh.tensor_mesh, styles[style], src_data_rank=None)
+            chosen = scattered_rows() if name in left else styles[style]
+            parallelize_module(module, mesh.tensor_mesh, chosen, src_data_rank=None)
     return tuple(partial)
 
 

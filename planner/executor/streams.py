@@ -28,10 +28,14 @@ class RandomStreams:
         self.micro_batch = 0
         """Number in the global batch: data rank x micro-batches per rank + micro-batch."""
 
-    def attach(self, parts: Mapping[str, nn.Module]) -> None:
-        """Seed before each of these modules, by a name that is the same on all ranks (`LayerCut.parts`)."""
+    def attach(self, parts: Mapping[str, nn.Module], *, rank: int = 0) -> None:
+        """Seed before each of these modules, by a name that is the same on all ranks (`LayerCut.parts`).
+
+        Args:
+            rank: in a group whose ranks work on other tokens of the same samples.
+        """
         for name, module in parts.items():
-            module.register_forward_pre_hook(partial(self._before, name))
+            module.register_forward_pre_hook(partial(self._before, f"{name}:{rank}" if rank else name))
 
     def _before(self, name: str, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         text = f"{self._seed}:{name}:{self.step}:{self.micro_batch}"

@@ -59,6 +59,7 @@ def check_plan(plan: Plan) -> Grid:
     grid = grid_of(plan)
     _check_stages(plan, grid)
     _check_batch(plan)
+    _check_sequence(plan)
     _check_schedule(plan, schedule_of(plan))
     return grid
 
@@ -72,7 +73,6 @@ def _choices(plan: Plan) -> Iterator[tuple[str, object, tuple[object, ...]]]:
     yield "layout.zero_stage", layout.zero_stage, (0,)
     if plan.request.job.optimizer in WHOLE_PARAMETERS:
         yield "layout.tensor_parallel_degree", layout.tensor_parallel_degree, (1,)
-    yield "layout.sequence_parallel", layout.sequence_parallel, (False,)
     for stage in plan.stages:
         for index, layer in enumerate(stage.layers):
             yield f"stages[{stage.index}].layers[{index}].recompute", layer.recompute, RECOMPUTE_MODES
@@ -209,6 +209,28 @@ def _check_batch(plan: Plan) -> None:
             f"{plan.layout.data_parallel_degree} data-parallel ranks do not make the global batch of {batch} samples.",
             field="micro_batches",
             mend=f"write {micro_batches}, or plan again.",
+        )
+
+
+def _check_sequence(plan: Plan) -> None:
+    """Sequence parallelism shares the tokens out over a tensor-parallel group."""
+    layout, length = plan.layout, plan.request.job.sequence_length
+    degree = layout.tensor_parallel_degree
+    if not layout.sequence_parallel:
+        return
+    if degree == 1:
+        raise LayoutError(
+            "there is no tensor-parallel group to share tokens out over: tensor_parallel_degree is 1.",
+            field="layout.sequence_parallel",
+            mend="write false, or a greater tensor_parallel_degree.",
+        )
+    pieces = degree * layout.context_parallel_degree * layout.sequence_chunks
+    if length % pieces:
+        raise LayoutError(
+            f"a sequence of {length} tokens does not divide by {pieces}: tensor_parallel_degree({degree}) * "
+            f"context_parallel_degree({layout.context_parallel_degree}) * sequence_chunks({layout.sequence_chunks}).",
+            field="layout.sequence_parallel",
+            mend="write false, or choose a sequence length that it divides.",
         )
 
 

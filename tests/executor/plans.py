@@ -40,6 +40,26 @@ LLAMA = {
     "max_position_embeddings": 32,
 }
 QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 8}
+OPT = {
+    "model_type": "opt",
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "word_embed_proj_dim": 32,
+    "ffn_dim": 64,
+    "num_attention_heads": 4,
+    "vocab_size": 256,
+    "max_position_embeddings": 32,
+    "dropout": 0.0,
+}
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN3_MOE = {
+    **QWEN3,
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "mlp_only_layers": [1],
+}
 STEEPNESS = 8.0
 T5 = {
     "model_type": "t5",
@@ -53,7 +73,16 @@ T5 = {
 }
 GRAPHS = ("unet", "resnet", "diffusion")
 """Callables of `tests.profiler.graphs`."""
-CONFIGS = {"t5": T5, "gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3, "tied-llama": {**LLAMA, "tie_word_embeddings": True}}
+CONFIGS = {
+    "opt": OPT,
+    "mixtral": MIXTRAL,
+    "qwen3-moe": QWEN3_MOE,
+    "t5": T5,
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "qwen3": QWEN3,
+    "tied-llama": {**LLAMA, "tie_word_embeddings": True},
+}
 
 
 def mlp() -> tuple[nn.Module, torch.Tensor]:
@@ -93,6 +122,8 @@ def make_plan(
     precision: str = "fp32",
     pipeline: int | None = None,
     actions: Sequence[Sequence[str]] = (),
+    sequence_parallel: bool = False,
+    expert: int = 1,
 ) -> Plan:
     """A plan with stages of these sizes on so many pipeline ranks (None: one each), pipeline outermost, tensor
     innermost; `actions`: of a schedule that has no name.
@@ -113,9 +144,11 @@ def make_plan(
         micro_batch_size=micro_batch_size,
         schedule=schedule,
         recompute="per-layer" if recompute else "none",
+        sequence_parallel=sequence_parallel,
+        expert_parallel_degree=expert,
     )
     placement = tuple(
-        RankPlacement(rank=rank, node=0, device=rank, pipeline=row, data=replica, tensor=shard)
+        RankPlacement(rank=rank, node=0, device=rank, pipeline=row, data=replica, tensor=shard, expert=replica % expert)
         for rank, (row, replica, shard) in enumerate(
             (p, d, t) for p in range(pipeline) for d in range(data) for t in range(tensor)
         )

@@ -1,0 +1,178 @@
+"""Sequence parallelism: what is counted by shapes is what a really sharded block exchanges and keeps."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from planner.executor.sequence_parallel import sequence_plan, share_sequence
+from planner.executor.sharding import shard_tensors
+from profiler import tensor_parallel
+from profiler.count import count, profile
+from profiler.models import ModelSource, load_model
+from profiler.sequence_parallel import SequencePlan, refusal
+
+B, S, HIDDEN = 3, 20, 32
+NAMES = {
+    "_c10d_functional::all_gather_into_tensor": "all_gather",
+    "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
+    "_c10d_functional::all_reduce": "all_reduce",
+}
+
+
+class _Collectives(TorchDispatchMode):
+    """Counts the collectives that are dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if types and any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # what it does inside comes here again
+        name = func._schema.name
+        if name in NAMES:
+            self.counts[NAMES[name]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def two_ranks():
+    """A mesh of two ranks in this one process: collectives do nothing, shapes are right."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+def _counted(source: ModelSource, **changes):
+    sizes = {"micro_batch_size": B, "sequence_length": S, "tensor_parallel_degree": 2, "sequence_parallel": True}
+    return count(source, **{**sizes, **changes})
+
+
+def _sharded_layer(source: ModelSource, index: int, mesh) -> torch.nn.Module:
+    stage = source.cut().stage(source.build(), index, index + 1)
+    styles = tensor_parallel.split_modules(stage, tensor_parallel.plan(source))
+    where = sequence_plan(stage, source, styles)
+    shard_tensors(stage, styles, SimpleNamespace(tensor_mesh=mesh), sequence=where)
+    share_sequence(stage, source, range(index, index + 1), where, mesh)
+    return stage
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _run(layer: torch.nn.Module, given: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The layer's output, and the bytes that autograd keeps besides it and parameters."""
+    saved: list[weakref.ref] = []
+    owned = {_local(value).untyped_storage()._cdata for value in layer.parameters()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(weakref.ref(_local(tensor).untyped_storage()))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = layer(given)
+    owned.add(output.untyped_storage()._cdata)
+    storages = {storage._cdata: storage for reference in saved if (storage := reference()) is not None}
+    return output, sum(storage.nbytes() for key, storage in storages.items() if key not in owned)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
+def test_block_keeps_what_is_counted(family: str, two_ranks, write_config):
+    """The activation bytes of a block are those that autograd keeps of a block of DTensors, to the byte."""
+    source = load_model(write_config(family))
+    block = _sharded_layer(source, 1, two_ranks)
+    output, kept = _run(block, torch.randn(B, S // 2, HIDDEN, requires_grad=True))
+    row = _counted(source)[source.cut().layers[1].kind]
+    assert output.shape == (B, S // 2, HIDDEN)
+    tables = 0 if family == "opt" else 2 * S * 8 * 4  # sine and cosine, whole on every rank, once per stage
+    random_state = 24  # of the CUDA kernel
+    assert row.activation_bytes - random_state + tables == kept
+    assert row.output_bytes == output.nbytes
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+@pytest.mark.parametrize("index", [0, 1, 4], ids=["embedding", "block", "head"])
+def test_layers_exchange_what_is_counted(family: str, index: int, two_ranks, write_config):
+    """As many collectives of each kind, forward and backward, as torch sends."""
+    source = load_model(write_config(family))
+    layer = _sharded_layer(source, index, two_ranks)
+    given = torch.randint(96, (B, S)) if index == 0 else torch.randn(B, S // 2, HIDDEN, requires_grad=True)
+    with _Collectives() as forward:
+        output = layer(given)
+    with _Collectives() as backward:
+        output.backward(torch.ones_like(output))
+    seen = {("forward", name): number for name, number in forward.counts.items()}
+    seen |= {("backward", name): number for name, number in backward.counts.items()}
+    row = _counted(source)[source.cut().layers[index].kind]
+    counted: dict = {}
+    for each in row.collectives:
+        counted[each.phase, each.operation] = counted.get((each.phase, each.operation), 0) + each.count
+    assert counted == seen
+
+
+def test_collectives_gather_and_scatter_the_hidden_tensor(write_config):
+    """A block gathers before and scatters after attention and feed-forward, on both ways, whole hidden tensors; the
+    head gathers once."""
+    rows = _counted(load_model(write_config("llama")))
+    hidden = B * S * HIDDEN * 4
+    block = {(each.phase, each.operation, each.bytes, each.count) for each in rows["LlamaDecoderLayer"].collectives}
+    both = ("all_gather", "reduce_scatter")
+    assert block == {(phase, operation, hidden, 2) for phase in ("forward", "backward") for operation in both}
+    assert [(each.phase, each.operation, each.bytes) for each in rows["embedding"].collectives] == [
+        ("backward", "all_gather", hidden)
+    ]
+    head = {(each.phase, each.operation, each.bytes) for each in rows["head"].collectives}
+    assert {("forward", "all_gather", hidden), ("forward", "all_gather", B * S * 96 * 4)} <= head
+    assert rows["embedding"].output_bytes == hidden // 2
+
+
+def test_parts_of_the_sequence_shrink_what_is_kept(write_config):
+    """With the same products and FLOPs, a block keeps less, and under full recomputation half."""
+    source = load_model(write_config("llama"))
+    kind = "LlamaDecoderLayer"
+    whole, part = _counted(source, sequence_parallel=False)[kind], _counted(source)[kind]
+    assert (whole.forward_flops, whole.backward_weight_flops) == (part.forward_flops, part.backward_weight_flops)
+    assert whole.local_parameters == part.local_parameters
+    assert part.activation_bytes < whole.activation_bytes
+    full = [_counted(source, sequence_parallel=split, recompute="full")[kind] for split in (False, True)]
+    assert full[0].activation_bytes == 2 * full[1].activation_bytes == B * S * HIDDEN * 4
+
+
+def test_norms_are_partial_and_regions_are_whole_modules(write_config):
+    """Attention and feed-forward are entered as modules; OPT's feed-forward, which has none, at its first product."""
+    for family, entered in (("llama", ("self_attn", "mlp")), ("opt", ("self_attn", "fc1"))):
+        source = load_model(write_config(family))
+        model = source.blueprint
+        blocks = source.cut().chain.blocks_name
+        plan = SequencePlan.of(model, blocks, tensor_parallel.split_modules(model, tensor_parallel.plan(source)))
+        first = [name for name in plan.entered if name.startswith(f"{blocks}.0.")]
+        assert [name.removeprefix(f"{blocks}.0.") for name in first] == list(entered)
+        assert all("norm" in name for name in plan.partial)
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"), [("llama", ""), ("opt", ""), ("gpt2", "nobody told"), ("bert", "nobody told")]
+)
+def test_models_without_a_plan_are_refused(family: str, reason: str, write_config):
+    """Who cannot be tensor-parallel cannot share sequences either, and says why."""
+    assert reason in refusal(load_model(write_config(family)))
+
+
+def test_profile_has_sequence_parallel_rows_where_the_sequence_divides(write_config):
+    """Beside every tensor-parallel degree that divides the sequence, and beside no other."""
+    source = load_model(write_config("opt"))
+    options = {"micro_batch_sizes": (1,), "tensor_parallel_degrees": (1, 2, 4), "sequence_parallel": True}
+    found = profile(source, sequence_length=18, **options)
+    splits = {(row.tensor_parallel_degree, row.sequence_parallel) for row in found.layers[1].measurements}
+    assert splits == {(1, False), (2, False), (4, False), (2, True)}

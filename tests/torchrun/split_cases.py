@@ -1,0 +1,50 @@
+"""Trains models whose sequences or experts are split under torchrun, and compares them with one process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from planner.executor import replicas
+from tests.torchrun.cases import ONE_STEP, SHORT, Case, run
+
+SHARED: dict[str, Any] = {"tensor": 2, "sequence_parallel": True}
+SGD: dict[str, Any] = {"optimizer": "sgd"}
+STEEP: dict[str, Any] = {"optimizer": "momentum"}
+FAST: dict[str, Any] = {"steps": 3, "learning_rate": 0.05}
+TWO_RANKS = {
+    "tp2-sp": Case("llama", (6,), {**SHARED, **STEEP, "recompute": {1: "selective", 2: "full"}}, clip=0.5, **FAST),
+    "tp2-sp-tied": Case("tied-llama", (6,), {**SHARED, "micro_batches": 2}, **SHORT),
+    "gradients-sp": Case("qwen3", (6,), {**SHARED, **SGD, "micro_batch_size": 2}, **ONE_STEP),
+    # Its feed-forward is split beside norms, flattened; its row-wise products have biases.
+    "gradients-sp-flattened": Case("opt", (6,), {**SHARED, **SGD, "micro_batch_size": 2}, clip=0.5, **ONE_STEP),
+}
+FOUR_RANKS = {
+    "tp2-sp-pp2": Case("qwen3", (2, 4), {**SHARED, **STEEP, "recompute": {2: "full"}}, clip=0.5, **FAST),
+    "tp2-sp-embedding-and-head-apart": Case(
+        "llama", (1, 2, 2, 1), {**SHARED, **STEEP, "pipeline": 2, "schedule": "zb-v"}, **FAST
+    ),
+    "tp2-sp-dp2": Case("llama", (6,), {**SHARED, **STEEP, "data": 2, "micro_batches": 2}, clip=0.5, **FAST),
+}
+CASES = {2: TWO_RANKS, 4: FOUR_RANKS}
+
+
+def main() -> None:
+    """Run the cases of this world size; rank 0 writes their differences to the file that is named."""
+    torch.set_num_threads(1)
+    replicas.BUCKET_BYTES = 8192  # several buckets even for tiny models
+    dist.init_process_group("gloo")
+    cases = CASES[dist.get_world_size()]
+    results = {name: run(cases[name]) for name in sys.argv[2:] or cases}
+    if dist.get_rank() == 0:
+        Path(sys.argv[1]).write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
