@@ -17,6 +17,7 @@ from planner.spec.profile import DataType, Measurement, ModelProfile, SharedPara
 from profiler.catalogue import entry
 from profiler.polynomials import evaluate, evaluate_layer
 from profiler.quantities import Limits, layer_profiles, rows_of
+from profiler.splits import Split, splits
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 STORED_TYPE: dict[DataType, str] = {"fp32": "fp32", "bf16": "bf16", "fp16": "bf16"}
@@ -30,13 +31,16 @@ def counted_profile(
     dtype: DataType = "bf16",
     micro_batch_sizes: tuple[int, ...] = MICRO_BATCH_SIZES,
     tensor_parallel_degrees: tuple[int, ...] | None = None,
+    expert_parallel_degrees: tuple[int, ...] | None = None,
+    sequence_parallel: bool = True,
 ) -> ModelProfile:
     """The profile that `profiler.count.profile` would count for a catalogue model, without importing torch.
 
     Args:
         name: catalogue name.
         sequence_length: tokens per sample; 0 for models without a sequence.
-        tensor_parallel_degrees: None: all that the model can be split by.
+        tensor_parallel_degrees, expert_parallel_degrees: None: all that the model can be split by.
+        sequence_parallel: also tensor-parallel degrees with sequence parallelism, where the sequence divides.
 
     Raises:
         UnknownNameError: no such model in the catalogue.
@@ -44,9 +48,19 @@ def counted_profile(
     """
     data = _stored(name)
     degrees = tuple(data["tensor_parallel_degrees"] if tensor_parallel_degrees is None else tensor_parallel_degrees)
-    limits = Limits(name, entry(name).takes_tokens, data["longest_sequence"], tuple(data["tensor_parallel_degrees"]))
-    limits.check(sequence_length, micro_batch_sizes, degrees)
-    sizes = [(size, sequence_length, degree) for degree in degrees for size in micro_batch_sizes]
+    known = tuple(data.get("expert_parallel_degrees", (1,)))
+    experts = known if expert_parallel_degrees is None else tuple(expert_parallel_degrees)
+    limits = Limits(
+        name, entry(name).takes_tokens, data["longest_sequence"], tuple(data["tensor_parallel_degrees"]), known
+    )
+    limits.check(sequence_length, micro_batch_sizes, degrees, experts)
+    found = splits(
+        degrees,
+        sequence_length=sequence_length,
+        with_sequence=sequence_parallel and data.get("sequence_parallel", False),
+        expert_degrees=experts,
+    )
+    sizes = [(size, sequence_length, split) for split in found for size in micro_batch_sizes]
     return ModelProfile(
         model=name,
         device="counted",
@@ -74,8 +88,12 @@ def counted_profile(
     )
 
 
-def _rows(data: dict[str, Any], kind: str, dtype: str, sizes: list[tuple[int, int, int]]) -> tuple[Measurement, ...]:
-    return rows_of((size, evaluate_layer(data["counts"][f"{dtype} {size[2]} {kind}"], size[:2])) for size in sizes)
+def _rows(data: dict[str, Any], kind: str, dtype: str, sizes: list[tuple[int, int, Split]]) -> tuple[Measurement, ...]:
+    counts = data["counts"]
+    return rows_of(
+        ((b, s, split), evaluate_layer(counts[f"{dtype} {split.code} {kind}"], (b, s // split.sequence_parts)))
+        for b, s, split in sizes
+    )
 
 
 @cache

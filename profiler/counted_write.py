@@ -15,6 +15,7 @@ from profiler.count import TORCH_TYPES, Counter
 from profiler.models import ModelSource, load_model
 from profiler.polynomials import Size, evaluate_layer, fit, fit_layer
 from profiler.quantities import LayerCount
+from profiler.splits import WHOLE, Split, splits
 
 COUNTED_TYPES: tuple[DataType, ...] = ("fp32", "bf16")
 """fp16 has the figures of bf16."""
@@ -48,17 +49,34 @@ def count_model(source: ModelSource) -> dict[str, Any]:
         "torch": torch.__version__.partition("+")[0],
         "longest_sequence": source.longest_sequence,
         "tensor_parallel_degrees": source.tensor_parallel_degrees(),
+        **_further_splits(source),
         "parameters": counter.parameters,
         **_edges(source),
         "shared_parameters": [shared.model_dump(mode="json") for shared in cut.shared_parameters],
         "layers": [(layer.name, layer.kind, layer.modules) for layer in cut.layers],
         "counts": {
-            f"{dtype} {degree} {kind}": _fit(counters[dtype], kind, degree)
+            f"{dtype} {split.code} {kind}": _fit(counters[dtype], kind, split)
             for dtype in COUNTED_TYPES
-            for degree in source.tensor_parallel_degrees()
+            for split in _splits(source)
             for kind in counter.representatives
         },
     }
+
+
+def _further_splits(source: ModelSource) -> dict[str, Any]:
+    """How the model can be split besides over tensor-parallel ranks, where it can."""
+    shared = {"sequence_parallel": True} if source.can_split_sequences() else {}
+    degrees = source.expert_parallel_degrees()
+    return {**shared, **({"expert_parallel_degrees": degrees} if len(degrees) > 1 else {})}
+
+
+def _splits(source: ModelSource) -> tuple[Split, ...]:
+    return splits(
+        source.tensor_parallel_degrees(),
+        sequence_length=0,
+        with_sequence=source.can_split_sequences(),
+        expert_degrees=source.expert_parallel_degrees(),
+    )
 
 
 def _edges(source: ModelSource) -> dict[str, Any]:
@@ -75,18 +93,25 @@ def _edges(source: ModelSource) -> dict[str, Any]:
     return {"edges": found} if any(found.values()) else {}
 
 
-def _fit(counter: Counter, kind: str, degree: int) -> dict[str, Any]:
+def _fit(counter: Counter, kind: str, split: Split) -> dict[str, Any]:
+    """Polynomials in the micro-batch size and the tokens that one rank has between its layers: their coefficients are
+    whole numbers, which those of a part in terms of the whole sequence need not be."""
+    parts = split.sequence_parts
+
+    def count(size: Size) -> LayerCount:
+        return counter.count(kind, size[0], size[1] * parts, split)
+
     tokens = counter.source.input_kind == "tokens"
     several, one = (SEVERAL_SAMPLES, ONE_SAMPLE) if tokens else (SEVERAL_IMAGES, ONE_IMAGE)
-    data = fit_layer({size: counter.count(kind, *size, degree) for size in several})
-    counts = {size: counter.count(kind, *size, degree) for size in one}
+    data = fit_layer({size: count(size) for size in several})
+    counts = {size: count(size) for size in one}
     if any(_row(evaluate_layer(data, size)) != _row(count) for size, count in counts.items()):
         data["one_sample"] = fit_layer(counts)
     return data
 
 
 def _row(count: LayerCount) -> list[Measurement]:
-    return [count.measurement(1, 1, 1, mode) for mode in count.modes]
+    return [count.measurement(1, 1, WHOLE, mode) for mode in count.modes]
 
 
 def _dump(data: dict[str, Any]) -> str:

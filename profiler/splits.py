@@ -21,6 +21,13 @@ class Split:
         """Ranks that a sequence is shared out to between the layers: what it must divide by."""
         return self.context * (self.tensor if self.sequence else 1)
 
+    @property
+    def code(self) -> str:
+        """Short name, such as ``8s`` for eight sequence-parallel ranks, or ``1e4`` for four expert-parallel ones."""
+        context = f"c{self.context}" if self.context > 1 else ""
+        expert = f"e{self.expert}" if self.expert > 1 else ""
+        return f"{self.tensor}{'s' if self.sequence else ''}{context}{expert}"
+
 
 WHOLE = Split()
 
@@ -35,12 +42,13 @@ def splits(
     """Every mix of these degrees.
 
     Args:
-        sequence_length: tokens per sample; sequence parallelism takes those tensor degrees that divide it.
+        sequence_length: tokens per sample; sequence parallelism takes those tensor degrees that divide it, which are
+            all for 0.
         with_sequence: each tensor-parallel degree also with sequence parallelism.
     """
     tensor_degrees, expert_degrees = tuple(tensor_degrees), tuple(expert_degrees)
     plain = [Split(tensor, expert=expert) for expert in expert_degrees for tensor in tensor_degrees]
-    if not with_sequence or not sequence_length:
+    if not with_sequence:
         return tuple(plain)
     shared = [replace(each, sequence=True) for each in plain if each.tensor > 1 and sequence_length % each.tensor == 0]
     return (*plain, *shared)
