@@ -331,12 +331,13 @@ class TransformerChain(TensorChain):
         return (*hidden, logits)
 
 
-def _forward(run: Any, boundary: _Boundary, first: bool, last: bool, inputs: Tensor) -> Tensor:
-    """The stage's forward. `inputs`: ids (batch, sequence) or hidden (batch, sequence, hidden)."""
+def _forward(run: Any, boundary: _Boundary, first: bool, last: bool, inputs: Tensor, past: Any = None) -> Tensor:
+    """The stage's forward. `inputs`: ids (batch, sequence) or hidden (batch, sequence, hidden); `past`: keys and values
+    of tokens before them (`profiler.sequence.PastKeys`)."""
     boundary.received = None if first else inputs
     # The model's code ahead of the blocks sees the hidden tensor only to learn its shape, type and device.
     arguments = {"input_ids": inputs} if first else {"inputs_embeds": inputs.detach()}
-    output = run(**arguments)
+    output = run(**arguments, **({} if past is None else {"past_key_values": past, "use_cache": True}))
     result: Any = output.logits if last else boundary.sent
     boundary.received = boundary.sent = None
     return detachable(result)

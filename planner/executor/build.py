@@ -11,9 +11,11 @@ from torch import nn
 
 from planner.errors import LayoutError, MismatchError
 from planner.executor.gradients import SharedCopy
+from planner.executor.loss import loss_of_pieces
 from planner.executor.materialise import Materialise, materialise
 from planner.executor.mesh import Mesh
 from planner.executor.optimizer import COMPUTE_DTYPE, Optimizer
+from planner.executor.pieces import StagePieces, pieces_of
 from planner.executor.rank_module import merge, tie
 from planner.executor.replicas import GradientReducer
 from planner.executor.runtime import Loss, PipelineRuntime
@@ -126,7 +128,7 @@ def build_rank(
         MismatchError: a plan of another model.
         UnsupportedError: the model cannot be built or sharded as the plan wants.
     """
-    cut = source.cut()
+    cut, pieces = source.cut(), pieces_of(plan, mesh)
     mine = {
         stage.index: layers
         for stage, layers in zip(plan.stages, stage_ranges(plan, cut), strict=True)
@@ -162,8 +164,9 @@ def build_rank(
         ],
         schedule_of(plan).to_text(),
         micro_batches=plan.micro_batches,
+        pieces=pieces,
         replicas=mesh.grid.data,
-        loss=loss,
+        loss=loss_of_pieces(loss, pieces),
         recorder=recorder,
         reducer=reducer,
         scaler=scaler,
@@ -232,6 +235,7 @@ def _timed_stage(
         recorder=recorder,
         streams=streams,
         first_micro_batch=mesh.data * plan.micro_batches,
+        pieces=StagePieces(pieces_of(plan, mesh), mesh),
     )
 
 
@@ -252,8 +256,9 @@ def tensor_styles(module: nn.Module, source: ModelSource, degree: int) -> dict[s
 
 
 def boundaries(plan: Plan, source: ModelSource, mine: StageRange) -> tuple[Boundaries, Boundaries]:
-    """What one micro-batch carries into and out of a stage."""
-    size, length = plan.layout.micro_batch_size, plan.request.job.sequence_length
+    """What one micro-batch, or a piece of it, carries into and out of a stage."""
+    layout, length = plan.layout, plan.request.job.sequence_length
+    size, length = layout.micro_batch_size, length // (layout.sequence_chunks * layout.context_parallel_degree)
     crossing = source.borders(size, length).crossing
     dtype = COMPUTE_DTYPE[plan.request.job.precision]
     received, sent = (

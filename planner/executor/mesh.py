@@ -10,9 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from planner.executor.support import Grid
 
-SUMMED = "dp_cp"
-"""Data and context axis as one."""
-
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
@@ -24,6 +21,8 @@ class Mesh:
     data: int
     context: int
     tensor: int
+    summed: DeviceMesh
+    """Data and context axis as one."""
     grid: Grid
 
     @property
@@ -35,8 +34,7 @@ class Mesh:
     def data_group(self) -> dist.ProcessGroup:
         """Ranks that hold this rank's shard too and sum its gradients: replicas, and context-parallel ranks, which see
         other pieces of the same samples."""
-        axes = self.device_mesh["dp"] if self.grid.context == 1 else self.device_mesh[SUMMED]
-        return axes.get_group()
+        return self.summed.get_group()
 
     @property
     def context_group(self) -> dist.ProcessGroup:
@@ -58,7 +56,6 @@ def build_mesh(grid: Grid, device_type: str) -> Mesh:
     """Build all process groups of the grid; a collective call of all ranks of the default group."""
     ranks = torch.tensor(grid.ranks, dtype=torch.int)
     device_mesh = DeviceMesh(device_type, ranks, mesh_dim_names=("pp", "dp", "cp", "tp"))
-    if grid.context > 1:
-        device_mesh["dp", "cp"]._flatten(SUMMED)
+    summed = device_mesh["dp", "cp"]._flatten("dp_cp") if grid.context > 1 else device_mesh["dp"]
     pipeline, data, context, tensor = device_mesh.get_coordinate() or (0, 0, 0, 0)
-    return Mesh(device_mesh, dist.get_rank(), pipeline, data, context, tensor, grid)
+    return Mesh(device_mesh, dist.get_rank(), pipeline, data, context, tensor, summed, grid)

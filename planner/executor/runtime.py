@@ -28,17 +28,19 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from planner.errors import ScheduleError
+from planner.executor.pieces import split_inputs, split_targets
 from planner.executor.replicas import GradientReducer
 from planner.executor.scaling import LossScaler
 from planner.executor.stages import TimedStage
 from planner.executor.timeline import Recorder
+from profiler.sequence import Pieces
 
-Loss = Callable[[Any, torch.Tensor], torch.Tensor]
-"""(output of the last stage, targets) -> mean loss of one micro-batch. The output is a tensor, or the tuple of all that
-the model returns."""
+Loss = Callable[[Any, Any], torch.Tensor]
+"""(output of the last stage, targets) -> mean loss of one micro-batch, or a piece's share of it. The output is a tensor,
+or the tuple of all that the model returns."""
 
 Unit = tuple[int, int]
-"""(stage, micro-batch)"""
+"""(stage, number of the micro-batch, or of a chunk of its sequence)"""
 
 
 class PipelineRuntime(_PipelineScheduleRuntime):
@@ -49,8 +51,9 @@ class PipelineRuntime(_PipelineScheduleRuntime):
         actions: compute actions of every pipeline rank, e.g. ``2F0``; the same on all ranks. Whoever has a stage's
             actions must have the stage.
         micro_batches: micro-batches per step.
+        pieces: how sequences are cut; a schedule of sequence chunks runs each as if it were a micro-batch.
         replicas: data-parallel ranks, each with as many micro-batches of its own.
-        loss: mean loss of one micro-batch; called on the last stage.
+        loss: mean loss of one micro-batch, or a piece's share of it; called on the last stage.
         recorder: times the actions.
         reducer: adds the gradients up over the replicas; None without replicas.
         scaler: of the loss, so that its gradients do not underflow; None: unscaled.
@@ -65,6 +68,7 @@ class PipelineRuntime(_PipelineScheduleRuntime):
         actions: Sequence[Sequence[str]],
         *,
         micro_batches: int,
+        pieces: Pieces,
         replicas: int,
         loss: Loss,
         recorder: Recorder,
@@ -74,8 +78,11 @@ class PipelineRuntime(_PipelineScheduleRuntime):
         # The mean over micro-batches is taken in the loss: scaling the gradients afterwards would divide parameters
         # that two stages of a rank share twice.
         share = _LossShare(loss, micro_batches * replicas, scaler)
-        super().__init__(list(stages), micro_batches, share, scale_grads=False)  # type: ignore[no-untyped-call]
+        units = micro_batches * pieces.chunks
+        super().__init__(list(stages), units, share, scale_grads=False)  # type: ignore[no-untyped-call]
         self._share = share
+        self._micro_batches = micro_batches
+        self._pieces = pieces
         self.doing: _Action | None = None
         """The action at hand; None between steps."""
         try:
@@ -110,11 +117,18 @@ class PipelineRuntime(_PipelineScheduleRuntime):
 
         Args:
             inputs: this data-parallel rank's samples, all that the model takes, on the first stage; none on others.
-                Split along dimension 0.
+                Split along dimension 0 into micro-batches, and these along dimension 1 into pieces of sequences.
             targets: likewise, on the last stage.
         """
         losses: list[torch.Tensor] = []
-        self.step(*inputs, target=targets, losses=losses, return_outputs=False)
+        for stage in self._stages:
+            stage.has_backward = True
+            stage.clear_runtime_states()
+        self._step_microbatches(
+            split_inputs(inputs, self._pieces, self._micro_batches) if inputs else None,
+            target_mbs=None if targets is None else split_targets(targets, self._pieces, self._micro_batches),
+            losses=losses,
+        )
         if not losses:
             return torch.zeros((), device=self._stages[0].device)
         return torch.stack(losses).sum()

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from planner.errors import RunError
+from planner.executor.pieces import StagePieces
 from planner.executor.split_backward import backward_input
 from planner.executor.streams import RandomStreams
 from planner.executor.timeline import Recorder
@@ -67,6 +68,7 @@ class TimedStage(PipelineStage):
         recorder: Recorder,
         streams: RandomStreams,
         first_micro_batch: int,
+        pieces: StagePieces,
     ) -> None:
         # Static metadata: torch's dynamic inference would run every stage once on garbage and spoil BatchNorm's
         # statistics.
@@ -75,6 +77,7 @@ class TimedStage(PipelineStage):
         self._recorder = recorder
         self._streams = streams
         self._first_micro_batch = first_micro_batch
+        self._pieces = pieces
         self._sent = sent
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -93,8 +96,10 @@ class TimedStage(PipelineStage):
     ) -> Any:
         """Forward of one micro-batch; its record stays open until the loss is computed."""
         self._recorder.start(f"{self.stage_index}F{fwd_chunk_id}")
-        self._streams.micro_batch = self._first_micro_batch + fwd_chunk_id
-        output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+        micro_batch, self._streams.piece = self._pieces.place(fwd_chunk_id)
+        self._streams.micro_batch = self._first_micro_batch + micro_batch
+        keywords = (kwargs or {}) | self._pieces.keywords(fwd_chunk_id)
+        output = super().forward_one_chunk(fwd_chunk_id, args, keywords, save_forward_output)
         _release(self.args_recv_info[fwd_chunk_id])
         outputs = output if isinstance(output, tuple) else (output,)
         if len(outputs) != len(self._sent) or not all(map(Boundary.holds, self._sent, outputs)):
@@ -114,6 +119,7 @@ class TimedStage(PipelineStage):
         """Backward of one micro-batch, or its I. The first stage has no input gradient: its W is the whole backward."""
         with self._recorder.span(f"{self.stage_index}{'B' if full_backward else 'I'}{bwd_chunk_id}"):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        self._pieces.release(bwd_chunk_id)
         if not full_backward and not self.is_first:
             # Gradients of leaves are contiguous, which sending takes; those of autograd.grad are as they come.
             self.bwd_cache[bwd_chunk_id] = tuple(

@@ -27,6 +27,8 @@ class RandomStreams:
         self.step = 0
         self.micro_batch = 0
         """Number in the global batch: data rank x micro-batches per rank + micro-batch."""
+        self.piece = ""
+        """Tells apart the pieces of a micro-batch's sequences; they cannot drop what the whole would drop."""
 
     def attach(self, parts: Mapping[str, nn.Module], *, rank: int = 0) -> None:
         """Seed before each of these modules, by a name that is the same on all ranks (`LayerCut.parts`).
@@ -38,7 +40,7 @@ class RandomStreams:
             module.register_forward_pre_hook(partial(self._before, f"{name}:{rank}" if rank else name))
 
     def _before(self, name: str, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        text = f"{self._seed}:{name}:{self.step}:{self.micro_batch}"
+        text = f"{self._seed}:{name}:{self.step}:{self.micro_batch}{self.piece}"
         self._generator.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]))
 
 

@@ -12,7 +12,7 @@ from itertools import product
 from typing import get_args
 
 from planner.errors import LayoutError, UnsupportedError
-from planner.schedule import Requirement, Schedule, build, find, names, requirements
+from planner.schedule import ActionKind, Requirement, Schedule, build, find, names, requirements
 from planner.spec.job import WHOLE_PARAMETERS
 from planner.spec.plan import Plan, RankPlacement
 from planner.spec.profile import RecomputeMode
@@ -59,6 +59,7 @@ def check_plan(plan: Plan) -> Grid:
     grid = grid_of(plan)
     _check_stages(plan, grid)
     _check_batch(plan)
+    _check_pieces(plan)
     _check_sequence(plan)
     _check_schedule(plan, schedule_of(plan))
     return grid
@@ -67,9 +68,7 @@ def check_plan(plan: Plan) -> Grid:
 def _choices(plan: Plan) -> Iterator[tuple[str, object, tuple[object, ...]]]:
     """Field, value and what this executor knows of it."""
     layout = plan.layout
-    yield "layout.context_parallel_degree", layout.context_parallel_degree, (1,)
     yield "layout.expert_parallel_degree", layout.expert_parallel_degree, (1,)
-    yield "layout.sequence_chunks", layout.sequence_chunks, (1,)
     yield "layout.zero_stage", layout.zero_stage, (0,)
     if plan.request.job.optimizer in WHOLE_PARAMETERS:
         yield "layout.tensor_parallel_degree", layout.tensor_parallel_degree, (1,)
@@ -145,12 +144,13 @@ def schedule_of(plan: Plan) -> Schedule:
     """
     layout = plan.layout
     if plan.actions:
-        return Schedule.from_text(plan.actions, name=layout.schedule)
+        return Schedule.from_text(plan.actions, name=layout.schedule, sequence_chunks=layout.sequence_chunks)
     return build(
         layout.schedule,
         ranks=layout.pipeline_parallel_degree,
         micro_batches=plan.micro_batches,
         virtual_stages=layout.virtual_stages_per_rank,
+        sequence_chunks=layout.sequence_chunks,
         # The layers say what recomputes.
         recompute="never" if find(layout.schedule).recompute_modes else "",
     )
@@ -161,16 +161,44 @@ def _check_schedule(plan: Plan, schedule: Schedule) -> None:
     entry = find(plan.layout.schedule)
     if not entry.runnable:
         raise UnsupportedError(
-            f"the executor does not run the schedule {entry.name!r}: it asks for second copies of stages, pieces of "
-            "sequences or stale weights.",
+            f"the executor does not run the schedule {entry.name!r}: it asks for second copies of stages or stale "
+            "weights.",
             field="layout.schedule",
             mend=f"use one of {', '.join(names(runnable_only=True))}.",
         )
     _check_owners(plan, schedule)
+    _check_chunks(plan, schedule)
     if Requirement.SPLIT_BACKWARD in requirements(schedule):
         _refuse_recompute(plan, "I and W would each run the forward of a layer again")
     if entry.recompute_modes:
         _refuse_recompute(plan, "it is to run while a rank waits, but the executor recomputes inside the backward")
+
+
+def _check_chunks(plan: Plan, schedule: Schedule) -> None:
+    """A stage runs the chunks of a micro-batch forward in order and backward in reverse: later ones read the keys and
+    values of earlier ones, and give them gradients."""
+    chunks = plan.layout.sequence_chunks
+    if chunks == 1:
+        return
+    entry = find(plan.layout.schedule)
+    if not entry.takes_sequence_chunks:
+        raise LayoutError(
+            f"the schedule {entry.name!r} does not cut the sequence, got {chunks} chunks.",
+            field="layout.sequence_chunks",
+            mend="write 1, or use a schedule of sequence chunks, such as seqpipe.",
+        )
+    for rank, row in enumerate(schedule.actions):
+        runs: dict[tuple[int, int, bool], list[int]] = {}
+        for stage, kind, unit in row:
+            runs.setdefault((stage, unit // chunks, kind is ActionKind.FORWARD), []).append(unit)
+        for (stage, micro_batch, is_forward), units in runs.items():
+            if units != sorted(units, reverse=not is_forward):
+                raise LayoutError(
+                    f"stage {stage} runs the chunks of micro-batch {micro_batch} in the order {units}; forwards run "
+                    "them in order, backwards in reverse.",
+                    field=f"actions[{rank}]",
+                    mend="plan again, or correct the order.",
+                )
 
 
 def _refuse_recompute(plan: Plan, reason: str) -> None:
@@ -190,7 +218,7 @@ def _check_owners(plan: Plan, schedule: Schedule) -> None:
     for rank, row in enumerate(schedule.actions):
         for index, action in enumerate(row):
             held = action.stage < len(rank_of) and rank_of[action.stage] == rank
-            if not held or action.micro_batch >= plan.micro_batches:
+            if not held or action.micro_batch >= plan.micro_batches * plan.layout.sequence_chunks:
                 raise LayoutError(
                     f"{action} is no action of pipeline rank {rank}, which holds the stages "
                     f"{[stage for stage, owner in enumerate(rank_of) if owner == rank]}, for {plan.micro_batches} "
@@ -209,6 +237,28 @@ def _check_batch(plan: Plan) -> None:
             f"{plan.layout.data_parallel_degree} data-parallel ranks do not make the global batch of {batch} samples.",
             field="micro_batches",
             mend=f"write {micro_batches}, or plan again.",
+        )
+
+
+def _check_pieces(plan: Plan) -> None:
+    """Sequences are cut into equal pieces."""
+    layout, length = plan.layout, plan.request.job.sequence_length
+    chunks, ranks = layout.sequence_chunks, layout.context_parallel_degree
+    if chunks * ranks == 1:
+        return
+    field = "layout.sequence_chunks" if chunks > 1 else "layout.context_parallel_degree"
+    if length == 0 or length % (chunks * ranks):
+        raise LayoutError(
+            f"a sequence of {length} tokens does not divide into sequence_chunks({chunks}) * context_parallel_degree"
+            f"({ranks}) = {chunks * ranks} equal pieces.",
+            field=field,
+            mend="choose numbers whose product divides the job's sequence_length.",
+        )
+    if layout.sequence_parallel:
+        raise UnsupportedError(
+            "the executor does not share the tokens of a piece of a sequence out over a tensor-parallel group.",
+            field=field,
+            mend="use sequence_parallel false, or sequence_chunks 1 and context_parallel_degree 1.",
         )
 
 

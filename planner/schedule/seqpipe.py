@@ -31,4 +31,5 @@ SEQPIPE = ScheduleEntry(
     aliases=("seq1f1b", "sequencepipe"),
     most_virtual_stages=None,
     takes_sequence_chunks=True,
+    runnable=True,
 )

@@ -35,4 +35,5 @@ SEQSMARTVPP = ScheduleEntry(
     least_virtual_stages=2,
     most_virtual_stages=None,
     takes_sequence_chunks=True,
+    runnable=True,
 )

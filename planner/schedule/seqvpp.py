@@ -68,4 +68,5 @@ SEQVPP = ScheduleEntry(
     least_virtual_stages=2,
     most_virtual_stages=None,
     takes_sequence_chunks=True,
+    runnable=True,
 )

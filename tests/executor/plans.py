@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 
@@ -124,6 +125,8 @@ def make_plan(
     actions: Sequence[Sequence[str]] = (),
     sequence_parallel: bool = False,
     expert: int = 1,
+    context: int = 1,
+    chunks: int = 1,
 ) -> Plan:
     """A plan with stages of these sizes on so many pipeline ranks (None: one each), pipeline outermost, tensor
     innermost; `actions`: of a schedule that has no name.
@@ -131,15 +134,14 @@ def make_plan(
     sizes = sizes or (len(layers),)
     pipeline = pipeline or len(sizes)
     virtual = len(sizes) // pipeline
-    ordered = (
-        Schedule.from_text(actions)
-        if actions
-        else build(schedule, ranks=pipeline, micro_batches=micro_batches, virtual_stages=virtual)
-    )
+    numbers = {"micro_batches": micro_batches, "virtual_stages": virtual, "sequence_chunks": chunks}
+    ordered = Schedule.from_text(actions) if actions else build(schedule, ranks=pipeline, **numbers)
     layout = Layout(
         data_parallel_degree=data,
         tensor_parallel_degree=tensor,
         pipeline_parallel_degree=pipeline,
+        context_parallel_degree=context,
+        sequence_chunks=chunks,
         virtual_stages_per_rank=virtual,
         micro_batch_size=micro_batch_size,
         schedule=schedule,
@@ -147,11 +149,19 @@ def make_plan(
         sequence_parallel=sequence_parallel,
         expert_parallel_degree=expert,
     )
+    grid = product(range(pipeline), range(data), range(context), range(tensor))
     placement = tuple(
-        RankPlacement(rank=rank, node=0, device=rank, pipeline=row, data=replica, tensor=shard, expert=replica % expert)
-        for rank, (row, replica, shard) in enumerate(
-            (p, d, t) for p in range(pipeline) for d in range(data) for t in range(tensor)
+        RankPlacement(
+            rank=rank,
+            node=0,
+            device=rank,
+            pipeline=row,
+            data=replica,
+            context=piece,
+            tensor=shard,
+            expert=(replica * context + piece) % expert,
         )
+        for rank, (row, replica, piece, shard) in enumerate(grid)
     )
     job = Job(
         global_batch_size=data * micro_batch_size * micro_batches,
