@@ -148,6 +148,10 @@ class ModelSource:
 
         return degrees(self)
 
+    def expert_parallel_degrees(self) -> tuple[int, ...]:
+        """Degrees that the model's experts can be shared out by; (1,) where it has none."""
+        return (1,)
+
     def can_split_sequences(self) -> bool:
         """Can tensor-parallel ranks share out the tokens between their regions? (`profiler.sequence_parallel`)"""
         from profiler.sequence_parallel import refusal

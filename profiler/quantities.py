@@ -178,8 +178,15 @@ class Limits:
     longest_sequence: int
     """Tokens; 0 when there is no limit."""
     tensor_parallel_degrees: tuple[int, ...]
+    expert_parallel_degrees: tuple[int, ...] = (1,)
 
-    def check(self, sequence_length: int, micro_batch_sizes: tuple[int, ...], degrees: tuple[int, ...]) -> None:
+    def check(
+        self,
+        sequence_length: int,
+        micro_batch_sizes: tuple[int, ...],
+        degrees: tuple[int, ...],
+        experts: tuple[int, ...] = (1,),
+    ) -> None:
         """Refuse sizes that the model does not take.
 
         Raises:
@@ -198,6 +205,13 @@ class Limits:
                 f"{self.model} cannot be tensor-parallel by {wrong[0] if wrong else 'no degree at all'}.",
                 field="tensor_parallel_degrees",
                 mend=f"use {', '.join(map(str, self.tensor_parallel_degrees))}.",
+            )
+        wrong = [degree for degree in experts if degree not in self.expert_parallel_degrees]
+        if wrong or not experts:
+            raise DocumentError(
+                f"{self.model} cannot be expert-parallel by {wrong[0] if wrong else 'no degree at all'}.",
+                field="expert_parallel_degrees",
+                mend=f"use {', '.join(map(str, self.expert_parallel_degrees))}.",
             )
 
     def _check_sequence(self, sequence_length: int) -> None:
