@@ -1,0 +1,177 @@
+"""Our training step against its prediction, torch's stock schedules and one process: ``python -m benchmarks.executor``.
+
+All on this machine and in one run: the profile and the links that predictions are made from are measured first, then
+the three kinds of steps take turns, round by round, so that whatever slows the machine slows all. Every ratio is the
+median of the rounds' ratios. ``--json`` prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.executor_model import LENGTH
+from planner.search import make_request, plan_layout
+from planner.spec import Cluster, Job, Link, ModelProfile, NodeGroup, Plan, PredictionLayout
+from profiler.links import LinkOptions, launch_links
+from profiler.measure import TIME_BUDGET_SECONDS
+from profiler.measure import profile as measure
+from profiler.measure_load import available_cores, threads_per_rank
+from profiler.models import load_model
+
+MODEL = "benchmarks.executor_model:small"
+GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE = 8, 1
+RANKS = 2
+BUSY_LOAD = 0.5
+"""Processes that want a core, on average over a minute: more, and the figures are those of a busy machine."""
+OFF, SLOWER = 0.10, 0.02
+"""Targets: a step within 10 % of its prediction, and never slower than the hand-written one by more than 2 %."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One split."""
+
+    name: str
+    predicted_seconds: float
+    ours_seconds: float
+    stock_seconds: float
+    single_seconds: float
+    ours_to_predicted: float
+    ours_to_stock: float
+    ours_to_stock_range: tuple[float, float]
+    """Of the rounds."""
+    speed_up: float
+    """Over one process, which has all cores."""
+    loss_difference: float
+    """Greatest of the first step's losses."""
+
+    @property
+    def meets_targets(self) -> bool:
+        """Both of them."""
+        return abs(self.ours_to_predicted - 1) <= OFF and self.ours_to_stock <= 1 + SLOWER
+
+
+def layouts(ranks: int) -> dict[str, PredictionLayout]:
+    """The splits that torch's stock parts can do."""
+    splits: dict[str, dict[str, Any]] = {
+        f"pipeline {ranks}, 1f1b": {"pipeline_parallel_degree": ranks},
+        f"pipeline {ranks}, gpipe": {"pipeline_parallel_degree": ranks, "schedule": "gpipe"},
+        f"data {ranks}": {"data_parallel_degree": ranks},
+    }
+    if ranks % 2 == 0 and ranks > 2:
+        both = {"pipeline_parallel_degree": ranks // 2, "data_parallel_degree": 2}
+        splits[f"pipeline {ranks // 2} x data 2, 1f1b"] = both
+    return {name: PredictionLayout(micro_batch_size=MICRO_BATCH_SIZE, **split) for name, split in splits.items()}
+
+
+def plans(model: str, ranks: int, *, quick: bool) -> dict[str, Plan]:
+    """Every split with its prediction, from a profile and links that are measured now."""
+    profile = measure(
+        load_model(model),
+        sequence_lengths=(LENGTH,),
+        micro_batch_sizes=(MICRO_BATCH_SIZE,),
+        concurrency=ranks,
+        time_budget_seconds=1.0 if quick else TIME_BUDGET_SECONDS,
+    )
+    options = LinkOptions(max_bytes=1 << 16, repeats=1, slowdowns=False) if quick else LinkOptions(max_bytes=1 << 24)
+    link = launch_links(ranks, options).intra_node
+    assert link is not None
+    return {name: planned(profile, link, ranks, layout) for name, layout in layouts(ranks).items()}
+
+
+def planned(profile: ModelProfile, link: Link, ranks: int, layout: PredictionLayout) -> Plan:
+    """The plan of one split: its fastest partition into stages."""
+    device = profile.device_spec or profile.device
+    group = NodeGroup(device=device, nodes=1, devices_per_node=ranks, intra_node=link)
+    job = Job(global_batch_size=GLOBAL_BATCH_SIZE, sequence_length=LENGTH, precision="fp32", optimizer="adamw")
+    found = plan_layout(make_request(profile, Cluster(node_groups=(group,)), job), profile, layout)
+    assert isinstance(found, Plan), "the benchmark's model fits any machine"
+    return found
+
+
+def measured(model: str, found: Sequence[Plan], ranks: int, rounds: int, steps: int) -> list[dict[str, Any]]:
+    """Seconds of all kinds by plan, from one launch of torchrun."""
+    with tempfile.TemporaryDirectory(prefix="planner-benchmark-") as name:
+        output, paths = Path(name) / "rows.json", []
+        for index, plan in enumerate(found):
+            paths.append(Path(name) / f"plan-{index}.json")
+            paths[-1].write_text(plan.model_dump_json(by_alias=True), encoding="utf-8")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command += ["-m", "benchmarks.executor_ranks", model, str(output), str(rounds), str(steps), *map(str, paths)]
+        subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": str(threads_per_rank(ranks))}, check=True)
+        rows: list[dict[str, Any]] = json.loads(output.read_text(encoding="utf-8"))
+        return rows
+
+
+def row(name: str, plan: Plan, found: dict[str, Any]) -> Row:
+    """Medians and ratios of one split."""
+    ours, stock, single = (found["seconds"][kind] for kind in ("ours", "stock", "one process"))
+    ratios = [mine / theirs for mine, theirs in zip(ours, stock, strict=True)]
+    predicted = plan.prediction.step_seconds
+    return Row(
+        name=name,
+        predicted_seconds=predicted,
+        ours_seconds=statistics.median(ours),
+        stock_seconds=statistics.median(stock),
+        single_seconds=statistics.median(single),
+        ours_to_predicted=statistics.median(ours) / predicted,
+        ours_to_stock=statistics.median(ratios),
+        ours_to_stock_range=(min(ratios), max(ratios)),
+        speed_up=statistics.median(alone / mine for mine, alone in zip(ours, single, strict=True)),
+        loss_difference=max(found["losses"].values()) - min(found["losses"].values()),
+    )
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown."""
+    lines = [
+        "| split | ours | predicted | ours / predicted | stock | ours / stock | one process | speed-up | targets |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for each in rows:
+        low, high = each.ours_to_stock_range
+        lines.append(
+            f"| {each.name} | {each.ours_seconds:.3f} s | {each.predicted_seconds:.3f} s | "
+            f"{each.ours_to_predicted:.3f} | {each.stock_seconds:.3f} s | {each.ours_to_stock:.3f} "
+            f"({low:.3f} .. {high:.3f}) | {each.single_seconds:.3f} s | {each.speed_up:.2f} | "
+            f"{'met' if each.meets_targets else 'missed'} |"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table, or one JSON object."""
+    parser = argparse.ArgumentParser(prog="benchmarks.executor", description="Hold our training step to its promises.")
+    parser.add_argument("--model", default=MODEL, help=f"package.module:callable of a chain of modules ({MODEL})")
+    parser.add_argument("--ranks", type=int, default=RANKS, help=f"at most one per core ({RANKS})")
+    parser.add_argument("--rounds", type=int, default=7, help="of which medians are taken (7)")
+    parser.add_argument("--steps", type=int, default=3, help="of each kind in a round (3)")
+    parser.add_argument("--quick", action="store_true", help="measure profile and links briefly, to try it")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    chosen = parser.parse_args(arguments)
+    if not 2 <= chosen.ranks <= max(available_cores(), 2):
+        parser.error(f"{chosen.ranks} ranks on {available_cores()} cores: give 2 or more, and at most one per core")
+    load = os.getloadavg()[0]
+    found = plans(chosen.model, chosen.ranks, quick=chosen.quick)
+    results = measured(chosen.model, list(found.values()), chosen.ranks, chosen.rounds, chosen.steps)
+    rows = [row(name, plan, result) for (name, plan), result in zip(found.items(), results, strict=True)]
+    if chosen.json:
+        print(json.dumps({"load_before": load, "busy": load > BUSY_LOAD, "rows": [asdict(each) for each in rows]}))
+        return
+    print(table(rows))
+    if load > BUSY_LOAD:
+        print(f"\nThe machine was busy before: {load:.1f} processes wanted a core. Predictions suffer most from that.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""What the executor's benchmark runs on every rank: our step, the hand-written one and one process, turn by turn."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.executor_model import LENGTH
+from planner.executor import Executor
+from planner.executor.data import load_dataset, local_part
+from planner.executor.executor import data_spec
+from planner.executor.loss import next_token
+from planner.executor.materialise import materialise
+from planner.spec import Plan, read
+from profiler.measure_load import available_cores
+from profiler.models import ModelSource, load_model
+
+LEARNING_RATE = 3e-4
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+
+Step = Callable[[], torch.Tensor | None]
+"""One training step; returns this rank's loss, None where it has none."""
+
+
+class Handwritten:
+    """The same split by torch's own means: its stock schedule over the stages, DistributedDataParallel over replicas.
+
+    Fused AdamW and one static shape per boundary, as one who knows torch would write it. Initial values are ours, so
+    that the losses can be compared.
+    """
+
+    def __init__(self, plan: Plan, source: ModelSource) -> None:
+        layout, self._micro_batches = plan.layout, plan.micro_batches
+        mesh = init_device_mesh(
+            "cpu", (layout.pipeline_parallel_degree, layout.data_parallel_degree), mesh_dim_names=("pipeline", "data")
+        )
+        pipeline, replica = mesh.get_local_rank("pipeline"), mesh.get_local_rank("data")
+        whole = whole_model(source)
+        assert isinstance(whole, nn.Sequential)
+        start = sum(len(stage.layers) for stage in plan.stages[:pipeline])
+        stop = start + len(plan.stages[pipeline].layers)
+        self._module: nn.Module = whole[start:stop]
+        batch = plan.request.job.global_batch_size
+        dataset = load_dataset("synthetic", data_spec(plan, source), seed=0)
+        (self._tokens,), _ = dataset(*local_part(0, batch, replica, layout.data_parallel_degree))
+        self._is_first, self._is_last = start == 0, stop == len(whole)
+        self._schedule: Any = None
+        if layout.data_parallel_degree > 1:
+            self._module = DistributedDataParallel(self._module, process_group=mesh.get_group("data"))
+        if len(plan.stages) > 1:
+            edges = _crossing(source, layout.micro_batch_size)
+            stage = PipelineStage(
+                self._module,
+                pipeline,
+                len(plan.stages),
+                torch.device("cpu"),
+                (edges[start],),
+                (edges[stop],),
+                group=mesh.get_group("pipeline"),
+            )
+            self._schedule = SCHEDULES[layout.schedule](stage, self._micro_batches, loss_fn=next_token)
+        self._optimizer = torch.optim.AdamW(self._module.parameters(), lr=LEARNING_RATE, fused=True)
+
+    def step(self) -> torch.Tensor | None:
+        """One step."""
+        loss = accumulate(self._module, self._tokens, self._micro_batches) if self._schedule is None else self._pass()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss
+
+    def _pass(self) -> torch.Tensor | None:
+        losses: list[torch.Tensor] = []
+        inputs = (self._tokens,) if self._is_first else ()
+        targets = {"target": self._tokens, "losses": losses} if self._is_last else {}
+        self._schedule.step(*inputs, **targets)
+        return torch.stack(losses).mean() if losses else None
+
+
+class OneProcess:
+    """The whole model in this process, with plain gradient accumulation."""
+
+    def __init__(self, plan: Plan, source: ModelSource) -> None:
+        self._module = whole_model(source)
+        job = plan.request.job
+        (self._tokens,), _ = load_dataset("synthetic", data_spec(plan, source), seed=0)(0, job.global_batch_size)
+        self._micro_batches = job.global_batch_size // plan.layout.micro_batch_size
+        self._optimizer = torch.optim.AdamW(self._module.parameters(), lr=LEARNING_RATE, fused=True)
+
+    def step(self) -> torch.Tensor:
+        """One step."""
+        loss = accumulate(self._module, self._tokens, self._micro_batches)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss
+
+
+def whole_model(source: ModelSource) -> nn.Module:
+    """With the executor's initial values."""
+    layers = len(source.cut().layers)
+    values = materialise(source, lambda model: source.cut().stage(model, 0, layers), device=torch.device("cpu"), seed=0)
+    model = source.build()
+    model.load_state_dict(values.state_dict())
+    return model
+
+
+def accumulate(module: nn.Module, tokens: torch.Tensor, micro_batches: int) -> torch.Tensor:
+    """Gradients of a batch, reduced with its last micro-batch; returns its mean loss."""
+    parts = tokens.chunk(micro_batches)
+    total = torch.zeros(())
+    for index, part in enumerate(parts):
+        is_last = index == len(parts) - 1
+        apart = isinstance(module, DistributedDataParallel) and not is_last
+        with module.no_sync() if apart else nullcontext():
+            loss = next_token(module(part), part) / micro_batches
+            loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.detach()
+    return total
+
+
+def _crossing(source: ModelSource, micro_batch_size: int) -> list[torch.Tensor]:
+    """What one micro-batch carries into every layer and out of the last, without storage."""
+    edges = list(source.example_inputs(micro_batch_size, LENGTH, device="meta"))
+    for module in source.build_on_meta().children():
+        edges.append(module(edges[-1]).detach().requires_grad_())
+    return edges
+
+
+class Turns:
+    """Times steps of several kinds, one after the other, round by round."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self.seconds: dict[str, list[float]] = {}
+        """By kind: the median step of every round, on the slowest rank."""
+        self.losses: dict[str, float] = {}
+        """By kind: of the first step."""
+
+    def time(self, kind: str, step: Step, *, alone: bool = False) -> None:
+        """One round; a collective call of all ranks. `alone`: on rank 0, with all cores, while the others wait."""
+        works = not alone or dist.get_rank() == 0
+        threads = torch.get_num_threads()
+        if alone:
+            torch.set_num_threads(available_cores())
+        seconds = [self._once(kind, step, works, alone) for _ in range(self._steps)]
+        torch.set_num_threads(threads)
+        if kind not in self.seconds:
+            self.seconds[kind] = []  # the first round warms up
+        else:
+            self.seconds[kind].append(statistics.median(seconds))
+
+    def _once(self, kind: str, step: Step, works: bool, alone: bool) -> float:
+        dist.barrier()
+        begun = time.perf_counter()
+        loss = step() if works else None
+        seconds = torch.tensor([time.perf_counter() - begun])
+        if kind not in self.losses:
+            self.losses[kind] = _mean(loss)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        return float(seconds)
+
+
+def _mean(loss: torch.Tensor | None) -> float:
+    """Over the ranks that have a loss."""
+    pair = torch.tensor([0.0, 0.0] if loss is None else [float(loss.detach()), 1.0], dtype=torch.float64)
+    dist.all_reduce(pair)
+    return float(pair[0] / pair[1])
+
+
+def compare(plan: Plan, source: ModelSource, rounds: int, steps: int) -> dict[str, Any]:
+    """Seconds and first losses of the three kinds, on one plan."""
+    executor = Executor(plan, source, data="synthetic", seed=0, learning_rate=LEARNING_RATE, device="cpu")
+    by_hand, turns = Handwritten(plan, source), Turns(steps)
+    single = OneProcess(plan, source) if dist.get_rank() == 0 else None
+    ours: list[float] = []
+    for number in range(rounds + 1):
+        measured = executor.train(steps)
+        turns.losses.setdefault("ours", measured.losses[0])
+        ours += [statistics.median(measured.step_seconds)] if number else []
+        turns.time("stock", by_hand.step)
+        turns.time("one process", single.step if single is not None else _nothing, alone=True)
+    return {"seconds": turns.seconds | {"ours": ours}, "losses": turns.losses}
+
+
+def _nothing() -> None:
+    """What the other ranks do while one works."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """``MODEL OUTPUT ROUNDS STEPS PLAN...``: rank 0 writes one row per plan."""
+    model, output, rounds, steps, *paths = arguments
+    dist.init_process_group("gloo")
+    source = load_model(model)
+    rows = [compare(read(Plan, path), source, int(rounds), int(steps)) for path in paths]
+    if dist.get_rank() == 0:
+        Path(output).write_text(json.dumps(rows), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,49 @@
+"""The executor's benchmark, with a model that is small enough to try it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.executor import Row, main, row, table
+from tests.executor.plans import make_plan
+
+
+@pytest.mark.torchrun
+def test_all_kinds_do_the_same_work(capsys: pytest.CaptureFixture[str]) -> None:
+    """The hand-written splits and the single process have our first loss, and everything was timed."""
+    main(["--model", "benchmarks.executor_model:tiny", "--quick", "--rounds", "1", "--steps", "1", "--json"])
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [each["name"] for each in rows] == ["pipeline 2, 1f1b", "pipeline 2, gpipe", "data 2"]
+    for each in rows:
+        assert each["loss_difference"] < 1e-5
+        assert all(value > 0 for name, value in each.items() if name.endswith("_seconds"))
+
+
+def test_ratios_are_medians_of_rounds() -> None:
+    """A round in which all are slow says nothing about their ratio."""
+    found = {
+        "seconds": {"ours": [1.0, 30.0, 1.1], "stock": [1.0, 30.0, 1.0], "one process": [2.0, 60.0, 2.2]},
+        "losses": {"ours": 5.0, "stock": 5.25, "one process": 5.0},
+    }
+    each = row("a", make_plan(("a", "b")), found)
+    assert (each.ours_to_stock, each.speed_up, each.loss_difference) == (1.0, 2.0, 0.25)
+    assert each.ours_to_predicted == pytest.approx(1.1)
+    assert each.ours_to_stock_range == pytest.approx((1.0, 1.1))
+
+
+@pytest.mark.parametrize(
+    ("predicted", "stock", "told"), [(1.0, 1.0, "met"), (1.2, 1.0, "missed"), (1.0, 1.03, "missed")]
+)
+def test_the_table_tells_what_is_missed(predicted: float, stock: float, told: str) -> None:
+    """Both targets count."""
+    each = Row("a", 1.0, 1.0, 1.0, 2.0, predicted, stock, (stock, stock), 2.0, 0.0)
+    assert table([each]).endswith(f"| {told} |")
+
+
+def test_ranks_without_a_core_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """The profile would be that of other conditions."""
+    with pytest.raises(SystemExit):
+        main(["--ranks", "4096"])
+    assert "at most one per core" in capsys.readouterr().err
