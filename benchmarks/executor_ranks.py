@@ -122,8 +122,7 @@ def accumulate(module: nn.Module, tokens: torch.Tensor, micro_batches: int) -> t
     total = torch.zeros(())
     for index, part in enumerate(parts):
         is_last = index == len(parts) - 1
-        apart = isinstance(module, DistributedDataParallel) and not is_last
-        with module.no_sync() if apart else nullcontext():
+        with module.no_sync() if isinstance(module, DistributedDataParallel) and not is_last else nullcontext():
             loss = next_token(module(part), part) / micro_batches
             loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
