@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import product
 
@@ -17,7 +19,7 @@ from planner.executor.mesh import Mesh
 from planner.executor.optimizer import COMPUTE_DTYPE, Optimizer
 from planner.executor.pieces import StagePieces, pieces_of
 from planner.executor.rank_module import merge, tie
-from planner.executor.replicas import GradientReducer
+from planner.executor.replicas import GradientReducer, Reducer
 from planner.executor.runtime import Loss, PipelineRuntime
 from planner.executor.scaling import LossScaler, scaler_for
 from planner.executor.sequence_parallel import sequence_plan, share_sequence
@@ -26,6 +28,7 @@ from planner.executor.stages import Boundaries, Boundary, TimedStage
 from planner.executor.streams import RandomStreams
 from planner.executor.support import schedule_of
 from planner.executor.timeline import Recorder
+from planner.executor.zero import ZeroShards, layers_of
 from planner.spec.plan import Plan, PlannedLayer
 from planner.spec.profile import RecomputeMode, SharedParameters
 from profiler import tensor_parallel
@@ -56,7 +59,7 @@ class RankPart:
     """Of the loss, in fp16."""
     streams: RandomStreams
     recorder: Recorder
-    partial: tuple[nn.Parameter, ...]
+    partial: tuple[torch.Tensor, ...]
     """Replicated parameters whose gradients are partial sums over the tensor-parallel group."""
     copies: tuple[SharedCopy, ...]
     """Parameters that other ranks' stages hold too."""
@@ -64,6 +67,11 @@ class RankPart:
     """Takes the inputs."""
     has_last_stage: bool
     """Computes the loss."""
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Within, the module's parameters have their values: ZeRO 3 keeps only shards of them. A collective call."""
+        shards = self.optimizer.shards
+        return nullcontext() if shards is None else shards.gathered()
 
 
 def stage_ranges(plan: Plan, cut: LayerCut) -> tuple[StageRange, ...]:
@@ -128,7 +136,7 @@ def build_rank(
         MismatchError: a plan of another model.
         UnsupportedError: the model cannot be built or sharded as the plan wants.
     """
-    cut, pieces = source.cut(), pieces_of(plan, mesh)
+    cut, pieces = source.cut(), pieces_of(plan, mesh.context)
     mine = {
         stage.index: layers
         for stage, layers in zip(plan.stages, stage_ranges(plan, cut), strict=True)
@@ -139,12 +147,14 @@ def build_rank(
     partial = _shard(plan, {mine[index]: stage for index, stage in stages.items()}, source, mesh)
     module = merge(list(stages.values()))
     job = plan.request.job
+    shards = _zero_shards(plan, cut, mesh, {index: (mine[index], stage) for index, stage in stages.items()}, partial)
     optimizer = Optimizer(
         module,
         name=job.optimizer,
         precision=job.precision,
         learning_rate=learning_rate,
         hidden=hidden_matrices(source.blueprint, cut),
+        shards=shards,
     )
     scaler = scaler_for(job.precision)
     streams = RandomStreams(seed, device)
@@ -154,8 +164,8 @@ def build_rank(
             is_shared = plan.layout.sequence_parallel and 0 < layer < len(cut.layers) - 1
             streams.attach(cut.parts(stages[index], layer), rank=mesh.tensor if is_shared else 0)
     recorder = Recorder(device)
-    reducer = None
-    if mesh.grid.data * mesh.grid.context > 1:
+    reducer: Reducer | None = shards
+    if reducer is None and mesh.grid.data * mesh.grid.context > 1:
         reducer = GradientReducer({index: stage.parameters() for index, stage in stages.items()}, mesh.data_group)
     runtime = PipelineRuntime(
         [
@@ -178,8 +188,8 @@ def build_rank(
         scaler=scaler,
         streams=streams,
         recorder=recorder,
-        partial=partial,
-        copies=_shared_copies(module, cut.shared_parameters, plan, mesh),
+        partial=tuple(_held(partial, shards)),
+        copies=_shared_copies(module, cut.shared_parameters, plan, mesh, shards),
         has_first_stage=0 in mine,
         has_last_stage=len(plan.stages) - 1 in mine,
     )
@@ -212,6 +222,37 @@ def _shard(
     return tuple(partial)
 
 
+def _zero_shards(
+    plan: Plan,
+    cut: LayerCut,
+    mesh: Mesh,
+    stages: Mapping[int, tuple[StageRange, nn.Module]],
+    partial: Iterable[nn.Parameter],
+) -> ZeroShards | None:
+    """What ZeRO shares out among the replicas; None without ZeRO or replicas."""
+    if plan.layout.zero_stage == 0 or mesh.data_group.size() == 1:
+        return None
+    apart = {id(parameter): "partial" for parameter in partial}
+    shared = {name for each in cut.shared_parameters for name in each.names}
+    for _, stage in stages.values():
+        named = stage.named_parameters(remove_duplicate=False)
+        apart |= {id(parameter): name for name, parameter in named if name in shared}
+    layers = [
+        layer
+        for index, (held, stage) in stages.items()
+        for layer in layers_of(cut, index, stage, range(held.start, held.stop), held.recompute)
+    ]
+    return ZeroShards(plan.layout.zero_stage, mesh.data_group, layers, apart)
+
+
+def _held(parameters: Iterable[nn.Parameter], shards: ZeroShards | None) -> Iterator[torch.Tensor]:
+    """What this rank keeps of parameters."""
+    for parameter in parameters:
+        piece = parameter if shards is None else shards.piece_of(parameter)
+        if piece is not None:
+            yield piece
+
+
 def _timed_stage(
     plan: Plan,
     source: ModelSource,
@@ -235,7 +276,7 @@ def _timed_stage(
         recorder=recorder,
         streams=streams,
         first_micro_batch=mesh.data * plan.micro_batches,
-        pieces=StagePieces(pieces_of(plan, mesh), mesh),
+        pieces=StagePieces(pieces_of(plan, mesh.context), mesh),
     )
 
 
@@ -280,7 +321,7 @@ def _part_of(hidden: Boundary, parts: int) -> Boundary:
 
 
 def _shared_copies(
-    module: nn.Module, shared: tuple[SharedParameters, ...], plan: Plan, mesh: Mesh
+    module: nn.Module, shared: tuple[SharedParameters, ...], plan: Plan, mesh: Mesh, shards: ZeroShards | None
 ) -> tuple[SharedCopy, ...]:
     """This rank's copies of parameters that other ranks hold too. Every rank makes every group, as torch asks."""
     rank_of = {layer.name: stage.pipeline_rank for stage in plan.stages for layer in stage.layers}
@@ -293,7 +334,8 @@ def _shared_copies(
         group = _group_across(ranks, mesh)
         names = [name for name in parameters.names if name in held]
         if group is not None and names:
-            copies.append(SharedCopy(held[names[0]], group, is_owner=mesh.pipeline == ranks[0]))
+            is_owner = mesh.pipeline == ranks[0]
+            copies += [SharedCopy(piece, group, is_owner) for piece in _held([held[names[0]]], shards)]
     return tuple(copies)
 
 

@@ -138,13 +138,13 @@ def _build(plan: Plan, source: ModelSource, grid: Grid, rank: int) -> _Built:
             loss=load_loss(None, source.input_kind),
             fill=without_values,
         )
-        trained = [parameter for parameter in part.module.parameters() if parameter.requires_grad]
-        for parameter in trained:
+        for parameter in part.optimizer.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         with _Scalars():  # type: ignore[no-untyped-call]
             part.optimizer.step()
-        return _Built(rank_of(part.module, part.optimizer, mesh, peak_bytes=0), COUNTER_BYTES * len(trained))
+        rank_built = rank_of(part.module, part.optimizer, mesh, peak_bytes=0)
+        return _Built(rank_built, COUNTER_BYTES * len(part.optimizer.parameters))
 
 
 class _Scalars(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -16,14 +16,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from planner.executor.mesh import Mesh
-from planner.executor.sharding import local
+from planner.executor.sharding import is_split, local
+from planner.executor.zero import ZeroShards
 
 
 @dataclass(frozen=True, slots=True)
 class SharedCopy:
     """This rank's copy of a parameter that several stages hold."""
 
-    parameter: nn.Parameter
+    parameter: torch.Tensor
+    """Or what ZeRO leaves this rank of it: the same piece on all ranks of the group."""
     group: dist.ProcessGroup
     """Ranks with the other copies (one per stage that holds it), of the same replica and shard."""
     is_owner: bool
@@ -31,7 +33,7 @@ class SharedCopy:
 
 
 @torch.no_grad()
-def sum_partial(parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
+def sum_partial(parameters: Iterable[torch.Tensor], mesh: Mesh) -> None:
     """Add up gradients of replicated parameters that each saw only this rank's shard of the activations."""
     for parameter in parameters:
         if parameter.grad is not None:
@@ -53,7 +55,7 @@ def sum_shared(copies: Iterable[SharedCopy]) -> None:
 
 
 @torch.no_grad()
-def any_overflow(parameters: Iterable[nn.Parameter], mesh: Mesh) -> bool:
+def any_overflow(parameters: Iterable[torch.Tensor], mesh: Mesh) -> bool:
     """Whether any gradient on any rank is infinite or not a number; a collective call, the same answer on all ranks."""
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     # The largest magnitude: unlike a sum it is finite exactly when every gradient is.
@@ -64,17 +66,26 @@ def any_overflow(parameters: Iterable[nn.Parameter], mesh: Mesh) -> bool:
 
 
 @torch.no_grad()
-def total_norm(parameters: Iterable[nn.Parameter], copies: Iterable[SharedCopy], mesh: Mesh) -> float:
+def total_norm(
+    parameters: Iterable[torch.Tensor], copies: Iterable[SharedCopy], mesh: Mesh, shards: ZeroShards | None = None
+) -> float:
     """2-norm of the whole model's gradient, in fp64: shards and stages add up, replicas and further copies count once.
 
     A collective call, the same answer on all ranks.
+
+    Args:
+        shards: of which the parameters are pieces, so that replicas add up too.
     """
-    gradients = {id(parameter): parameter.grad for parameter in parameters if parameter.grad is not None}
+    pieces = set() if shards is None else shards.split()
+    found = {id(parameter): parameter for parameter in parameters if parameter.grad is not None}
     again = {id(copy.parameter) for copy in copies if not copy.is_owner}
     squares = torch.zeros(2, dtype=torch.float64, device=mesh.device_mesh.device_type)
-    for key, gradient in gradients.items():
-        if key not in again:
-            squares[0 if _is_sharded(gradient) else 1] += local(gradient).double().square().sum()
+    for key, parameter in found.items():
+        if key not in again and parameter.grad is not None:
+            split = key in pieces or is_split(parameter.grad)
+            squares[0 if split else 1] += local(parameter.grad).double().square().sum()
+    if shards is not None:
+        dist.all_reduce(squares, group=mesh.data_group)
     dist.all_reduce(squares[:1], group=mesh.tensor_group)
     dist.all_reduce(squares, group=mesh.pipeline_group)
     return float(squares.sum().sqrt())
@@ -83,7 +94,3 @@ def total_norm(parameters: Iterable[nn.Parameter], copies: Iterable[SharedCopy],
 def clip_factor(norm: float, maximum: float) -> float:
     """What to multiply gradients of this 2-norm with so that it is at most `maximum`."""
     return min(1.0, maximum / (norm + 1e-6))  # the same guard as torch.nn.utils.clip_grad_norm_
-
-
-def _is_sharded(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)

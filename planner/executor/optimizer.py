@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from planner.errors import UnsupportedError
 from planner.executor.sharding import local
+from planner.executor.zero import ZeroShards
 
 MOMENTUM = 0.9
 MASTER = "master"
@@ -96,46 +97,75 @@ class Optimizer:
 
     Args:
         hidden: names of the parameters that Muon orthogonalises (`profiler.parameters.hidden_matrices`).
+        shards: what this rank keeps of the parameters, and steps; None: all of them. Bound here, once cast.
     """
 
     def __init__(
-        self, module: nn.Module, *, name: str, precision: str, learning_rate: float, hidden: Collection[str] = ()
+        self,
+        module: nn.Module,
+        *,
+        name: str,
+        precision: str,
+        learning_rate: float,
+        hidden: Collection[str] = (),
+        shards: ZeroShards | None = None,
     ) -> None:
-        named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        self._names, self._parameters = list(named), list(named.values())
+        self.shards = shards
+        named = self._named(module)
         dtype = COMPUTE_DTYPE[precision]
-        self._masters = [p.detach().clone() for p in self._parameters] if precision in MASTER_COPY else []
+        self._masters = [p.detach().clone() for p in named.values()] if precision in MASTER_COPY else []
         for parameter in module.parameters():
             if parameter.is_floating_point() and parameter.dtype != dtype:
                 # Assigning to .data would leave a DTensor's own record of its type behind.
                 cast = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
                 torch.utils.swap_tensors(parameter, cast)  # type: ignore[no-untyped-call]
+        if shards is not None:
+            shards.bind()
+            named = shards.pieces()
+        self._names, self._parameters = list(named), list(named.values())
         trained = self._masters or self._parameters
-        matrices = hidden_of(module, trained, hidden)
+        matrices = hidden_of(module, trained, hidden) if shards is None else ()
         self._optimizer = make_optimizer(name, trained, learning_rate, matrices) if trained else None
+
+    def _named(self, module: nn.Module) -> dict[str, torch.Tensor]:
+        if self.shards is not None:
+            return self.shards.pieces()
+        return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
     def step(self, factor: float = 1.0) -> None:
         """Apply the gradients, times a factor: of the loss scale and of clipping. Where there is a master copy the
         product is taken in fp32, where nothing underflows.
         """
-        if self._optimizer is None:
-            return
+        if self._optimizer is not None:
+            self._step(self._optimizer, factor)
+        if self.shards is not None:
+            self.shards.publish()
+
+    def _step(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
         for master, parameter in zip(self._masters, self._parameters, strict=False):
             master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)
         if factor != 1.0:
             _scale_gradients(self._masters or self._parameters, factor)
-        self._optimizer.step()
+        optimizer.step()
         with torch.no_grad():
             for master, parameter in zip(self._masters, self._parameters, strict=False):
                 parameter.copy_(master)
                 master.grad = None
 
     def zero_gradients(self) -> None:
-        """Set gradients to zero in place: they are views of DDP's buckets, which a new tensor would double."""
+        """Set gradients to zero in place: they are views of buckets, which a new tensor would double."""
+        if self.shards is not None:
+            self.shards.zero_gradients()
+            return
         with torch.no_grad():
             for parameter in self._parameters:
                 if parameter.grad is not None:
                     parameter.grad.zero_()
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """What carries this rank's gradients: its trained parameters, or what it keeps of them."""
+        return self._parameters
 
     @property
     def trained(self) -> dict[str, torch.Tensor]:

@@ -15,18 +15,38 @@ sum could overflow where the mean does not.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from planner.executor.sharding import local
+from planner.executor.sharding import like, local
 
 BUCKET_BYTES = 25 * 1024 * 1024
 """One collective's worth of gradients, as in DDP."""
+
+
+class Reducer(Protocol):
+    """Owns the gradients of a rank's parameters, and adds them up over the replicas."""
+
+    def forward(self) -> AbstractContextManager[object]:
+        """The context that every forward runs in."""
+
+    def arm(self, stage: int) -> None:
+        """The next backward is this stage's last one in the step: reduce what it fills."""
+
+    def after_backward(self, stage: int) -> None:
+        """A micro-batch has added all its gradients to this stage's parameters."""
+
+    def launch(self, stage: int) -> None:
+        """This stage's gradients are whole: start to reduce those that are not under way."""
+
+    def finish(self) -> None:
+        """Wait until every gradient is the sum over the replicas."""
 
 
 @dataclass(slots=True)
@@ -65,18 +85,25 @@ class GradientReducer:
             for run in _runs(parameters[::-1])
         ]
 
+    def forward(self) -> AbstractContextManager[object]:
+        """See `Reducer`."""
+        return nullcontext()
+
     def arm(self, stage: int) -> None:
-        """The next backward is this stage's last one in the step: reduce what it fills."""
+        """See `Reducer`."""
         for bucket in self._of(stage):
             bucket.armed = True
 
+    def after_backward(self, stage: int) -> None:
+        """See `Reducer`: nothing is due before the last one."""
+
     def launch(self, stage: int) -> None:
-        """This stage's gradients are whole: start to reduce those that are not under way."""
+        """See `Reducer`."""
         for bucket in self._of(stage):
             self._launch(bucket)
 
     def finish(self) -> None:
-        """Wait until every gradient is the sum over the replicas."""
+        """See `Reducer`."""
         for bucket in self._buckets:
             self._launch(bucket)
         for bucket in self._buckets:
@@ -93,7 +120,7 @@ class GradientReducer:
         bucket = Bucket(shards[0].new_zeros(sum(shard.numel() for shard in shards)), len(parameters), stage)
         parts = bucket.flat.split([shard.numel() for shard in shards])  # type: ignore[no-untyped-call]
         for parameter, shard, part in zip(parameters, shards, parts, strict=True):
-            parameter.grad = _like(parameter, part.view(shard.shape))
+            parameter.grad = like(parameter, part.view(shard.shape))
             hook = partial(self._filled, bucket)
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         return bucket
@@ -136,16 +163,3 @@ def _runs(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
                 run, size = [], 0
         if run:
             yield run
-
-
-def _like(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-    if not isinstance(parameter, DTensor):
-        return gradient
-    return DTensor.from_local(
-        gradient,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

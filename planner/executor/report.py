@@ -43,13 +43,14 @@ def rank_of(module: nn.Module, optimizer: Optimizer, mesh: Mesh, *, peak_bytes: 
     """What this rank holds."""
     parameters = [local(parameter.detach()) for parameter in module.parameters()]
     gradients = [local(parameter.grad) for parameter in module.parameters() if parameter.grad is not None]
+    shards = optimizer.shards
     return MeasuredRank(
         rank=mesh.rank,
         pipeline=mesh.pipeline,
         parameters=sum(parameter.numel() for parameter in parameters),
         peak_bytes=peak_bytes,
-        parameters_bytes=sum(parameter.nbytes for parameter in parameters),
-        gradients_bytes=sum(gradient.nbytes for gradient in gradients),
+        parameters_bytes=shards.parameters_bytes if shards else sum(each.nbytes for each in parameters),
+        gradients_bytes=shards.gradients_bytes if shards else sum(each.nbytes for each in gradients),
         optimizer_bytes=optimizer.bytes,
     )
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from torch.distributed.pipelining.schedules import (
 
 from planner.errors import ScheduleError
 from planner.executor.pieces import split_inputs, split_targets
-from planner.executor.replicas import GradientReducer
+from planner.executor.replicas import Reducer
 from planner.executor.scaling import LossScaler
 from planner.executor.stages import TimedStage
 from planner.executor.timeline import Recorder
@@ -72,7 +73,7 @@ class PipelineRuntime(_PipelineScheduleRuntime):
         replicas: int,
         loss: Loss,
         recorder: Recorder,
-        reducer: GradientReducer | None,
+        reducer: Reducer | None,
         scaler: LossScaler | None,
     ) -> None:
         # The mean over micro-batches is taken in the loss: scaling the gradients afterwards would divide parameters
@@ -106,7 +107,7 @@ class PipelineRuntime(_PipelineScheduleRuntime):
             _ComputationType.BACKWARD_INPUT: self._backward_input,
             _ComputationType.BACKWARD_WEIGHT: self._backward_weight,
             _ComputationType.REDUCE_GRAD: self._reduce,
-            # Parameters are never sharded over data-parallel ranks here.
+            # Sharded parameters are gathered layer by layer: see planner.executor.zero.
             _ComputationType.UNSHARD: _nothing,
             _ComputationType.RESHARD: _nothing,
         }
@@ -162,7 +163,8 @@ class PipelineRuntime(_PipelineScheduleRuntime):
     def _forward(self, stage: TimedStage, micro_batch: int) -> None:
         unit = (stage.stage_index, micro_batch)
         _wait_batch_p2p(self.fwd_recv_ops.pop(unit, []))
-        output = stage.forward_one_chunk(micro_batch, self._arguments[micro_batch], {}, save_forward_output=False)
+        with nullcontext() if self._reducer is None else self._reducer.forward():
+            output = stage.forward_one_chunk(micro_batch, self._arguments[micro_batch], {}, save_forward_output=False)
         if stage.is_last:
             self._graphs[micro_batch] = self._share(output, self._targets[micro_batch])
         self._recorder.stop()
@@ -179,6 +181,7 @@ class PipelineRuntime(_PipelineScheduleRuntime):
     def _full_backward(self, stage: TimedStage, micro_batch: int) -> None:
         self._count_backward(stage)
         self._backward(stage, micro_batch, full=True)
+        self._after_backward(stage)
 
     def _backward_input(self, stage: TimedStage, micro_batch: int) -> None:
         self._backward(stage, micro_batch, full=False)
@@ -186,6 +189,11 @@ class PipelineRuntime(_PipelineScheduleRuntime):
     def _backward_weight(self, stage: TimedStage, micro_batch: int) -> None:
         self._count_backward(stage)
         stage.backward_weight_one_chunk(micro_batch)
+        self._after_backward(stage)
+
+    def _after_backward(self, stage: TimedStage) -> None:
+        if self._reducer is not None:
+            self._reducer.after_backward(stage.stage_index)
 
     def _count_backward(self, stage: TimedStage) -> None:
         """Gradients of parameters are whole after as many B and W as there are micro-batches."""

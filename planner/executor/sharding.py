@@ -77,3 +77,22 @@ def tied_modules(stages: Iterable[nn.Module]) -> set[str]:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor; a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def like(parameter: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
+    """This rank's values as the parameter is: a DTensor when it is one."""
+    if not isinstance(parameter, DTensor):
+        return values
+    return DTensor.from_local(
+        values,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def is_split(tensor: torch.Tensor) -> bool:
+    """Does every rank of a group hold a part of its own?"""
+    return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)

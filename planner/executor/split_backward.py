@@ -242,3 +242,5 @@ def _accumulate(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         parameter.grad = gradient.clone()
     else:
         parameter.grad += gradient
+    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+        hook(parameter)

@@ -69,9 +69,9 @@ def _choices(plan: Plan) -> Iterator[tuple[str, object, tuple[object, ...]]]:
     """Field, value and what this executor knows of it."""
     layout = plan.layout
     yield "layout.expert_parallel_degree", layout.expert_parallel_degree, (1,)
-    yield "layout.zero_stage", layout.zero_stage, (0,)
-    if plan.request.job.optimizer in WHOLE_PARAMETERS:
+    if plan.request.job.optimizer in WHOLE_PARAMETERS:  # a rank would have to see whole matrices
         yield "layout.tensor_parallel_degree", layout.tensor_parallel_degree, (1,)
+        yield "layout.zero_stage", layout.zero_stage, (0,)
     for stage in plan.stages:
         for index, layer in enumerate(stage.layers):
             yield f"stages[{stage.index}].layers[{index}].recompute", layer.recompute, RECOMPUTE_MODES

@@ -154,13 +154,14 @@ class Trainer:
         part, scale = self._part, 1.0
         if part.scaler is not None:
             scale = part.scaler.scale
-            overflowed = gradients.any_overflow(part.module.parameters(), self._mesh)
+            overflowed = gradients.any_overflow(part.optimizer.parameters, self._mesh)
             part.scaler.update(overflowed=overflowed)
             if overflowed:
                 return None
         if self._clip is None:
             return 1.0 / scale
-        norm = gradients.total_norm(part.module.parameters(), part.copies, self._mesh) / scale
+        optimizer = part.optimizer
+        norm = gradients.total_norm(optimizer.parameters, part.copies, self._mesh, optimizer.shards) / scale
         return gradients.clip_factor(norm, self._clip) / scale
 
     def _global_loss(self, loss: torch.Tensor, step: int) -> float:

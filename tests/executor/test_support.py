@@ -44,8 +44,6 @@ def test_any_placement_that_fills_the_grid_will_do() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"layout__zero_stage": 2},
-        {"layout__context_parallel_degree": 2},
         {"layout__expert_parallel_degree": 2},
         {"layout__sequence_parallel": True},
     ],
@@ -59,9 +57,9 @@ def test_what_is_not_carried_out_is_refused(change: dict[str, Any]) -> None:
     assert problem.mend
 
 
-@pytest.mark.parametrize("schedule", ["dualpipe", "chimera", "seqpipe", "pipedream"])
+@pytest.mark.parametrize("schedule", ["dualpipe", "chimera", "pipedream"])
 def test_schedules_that_do_not_run_are_refused(schedule: str) -> None:
-    """Second copies of stages, sequence chunks and stale weights; the error names schedules that run."""
+    """Second copies of stages and stale weights; the error names schedules that run."""
     plan = make_plan(LAYERS, (2, 2), schedule=schedule)
     for unable in (plan, _changed(plan, actions=[])):
         with pytest.raises(UnsupportedError, match=f"does not run the schedule '{schedule}'.*zb-v") as caught:
@@ -104,11 +102,54 @@ def test_several_stages_stand_on_their_ranks(schedule: str) -> None:
 
 
 def test_actions_of_more_micro_batches_are_refused() -> None:
-    """As sequence chunks would be, which are numbered on."""
+    """As those of sequence chunks would be, which are numbered on, where the layout has none."""
     plan = make_plan(LAYERS, (2, 2), micro_batches=2)
     longer = make_plan(LAYERS, (2, 2), micro_batches=4)
     with pytest.raises(LayoutError, match="0F2 is no action of pipeline rank 0"):
         check_plan(_changed(plan, actions=list(longer.actions)))
+
+
+@pytest.mark.parametrize("name", ["seqpipe", "seqvpp", "seqsmartvpp"])
+def test_sequence_chunks_run_in_order_and_back_in_reverse(name: str) -> None:
+    """Later chunks read what earlier ones keep; a list that lets one overtake another is refused."""
+    virtual = 1 if name == "seqpipe" else 2
+    plan = make_plan(LAYERS, (4 // (2 * virtual),) * 2 * virtual, pipeline=2, schedule=name, chunks=2)
+    assert check_plan(plan).pipeline == 2
+    assert schedule_of(_changed(plan, actions=[])).to_text() == plan.actions
+    rows = [list(row) for row in plan.actions]
+    first, second = rows[0].index("0F0"), rows[0].index("0F1")
+    rows[0][first], rows[0][second] = rows[0][second], rows[0][first]
+    with pytest.raises(LayoutError, match=r"micro-batch 0 in the order \[1, 0\]"):
+        check_plan(_changed(plan, actions=rows))
+
+
+def test_only_schedules_of_sequence_chunks_take_them() -> None:
+    """Others may run the units of a micro-batch in any order."""
+    with pytest.raises(LayoutError, match="'1f1b' does not cut the sequence") as caught:
+        check_plan(_changed(make_plan(LAYERS, (2, 2)), layout__sequence_chunks=2))
+    assert caught.value.problems[0].field == "layout.sequence_chunks"
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"chunks": 3, "schedule": "seqpipe"}, "layout.sequence_chunks"),
+        ({"context": 5}, "layout.context_parallel_degree"),
+        ({"context": 2, "sequence_length": 0}, "layout.context_parallel_degree"),
+    ],
+)
+def test_sequences_are_cut_into_equal_pieces(options: dict[str, Any], field: str) -> None:
+    """16 tokens do not divide by 3 or 5, and an image has none."""
+    with pytest.raises(LayoutError, match="equal pieces") as caught:
+        check_plan(make_plan(LAYERS, **options))
+    assert caught.value.problems[0].field == field
+
+
+def test_context_ranks_stand_between_replicas_and_shards() -> None:
+    """Ranks that share a sequence are neighbours of those that share its layers."""
+    grid = check_plan(make_plan(LAYERS, data=2, context=2, tensor=2))
+    assert grid.ranks == ((((0, 1), (2, 3)), ((4, 5), (6, 7))),)
+    assert grid.ranks_of(0) == tuple(range(8))
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
@@ -122,7 +163,9 @@ def test_optimizers_of_whole_matrices_take_no_shards(optimizer: str) -> None:
 
 def test_placement_with_a_hole_is_refused() -> None:
     """Two ranks on one coordinate leave another one empty."""
-    with pytest.raises(LayoutError, match="do not fill the grid of pipeline 2 x data 1 x context 1 x tensor 1 = 2 ranks"):
+    with pytest.raises(
+        LayoutError, match="do not fill the grid of pipeline 2 x data 1 x context 1 x tensor 1 = 2 ranks"
+    ):
         check_plan(_changed(make_plan(LAYERS, (2, 2)), placement__1__pipeline=0))
 
 

@@ -150,7 +150,8 @@ def run(case: Case) -> dict[str, Any]:
     start = {name: value.clone() for name, value in initial_parameters(source, settings["seed"]).items()}
     executor = Executor(plan, source, device="cpu", timeout_seconds=60, **settings)
     measured = executor.train(case.steps)
-    values, scales = _whole(executor.part.module), _scales(executor)
+    with executor.part.gathered():
+        values, scales = _whole(executor.part.module), _scales(executor)
     statistics = _statistics(executor.part.module)
     if dist.get_rank() > 0:
         return {}

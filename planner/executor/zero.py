@@ -1,0 +1,399 @@
+"""ZeRO: the data-parallel ranks share optimizer states (1), gradients (2) and parameters (3) among them.
+
+    stage 1    gradients are kept whole, and reduce-scattered once they are summed over the micro-batches; every rank
+               updates its part of the parameters, which all gather afterwards
+    stage 2    gradients are reduce-scattered layer by layer in the backward of every micro-batch; a rank keeps its part
+    stage 3    likewise; and of the parameters too a rank keeps its part. A layer's are gathered before it runs, and
+               again before its backward reads them; those of the two layers that were read last are held
+
+Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", sections 5 and
+7; the memory is that of the cost model, (M1) and (M3).
+
+torch's own FSDP2 is not used: in a pipeline it keeps parameters and gradients of a whole stage until the step's end,
+it has no stage 1, and its hooks do not see a backward that is split into input and weight gradients. Here it is
+autograd itself that asks for parameters: a forward hands what it saves through `saved_tensors_hooks`, and whatever
+reads a saved parameter in I, W or B has it gathered. What is gathered and reduced goes in the same order on all
+replicas, whatever each one's samples make it compute: reductions follow the layers, last one first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from planner.executor.flat import StoredPiece, Unit
+from planner.executor.sharding import is_split, local
+from profiler.cut import LayerCut, Recompute
+
+GATHERED_LAYERS = 2
+"""Of which stage 3 holds all parameters: one that computes and one before or behind it, equation (M3)."""
+
+Units = tuple[Unit, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParameters:
+    """A layer of a rank's stages."""
+
+    stage: int
+    parts: tuple[nn.Module, ...]
+    """Run the layer, the first one first."""
+    named: dict[str, nn.Parameter]
+    recomputes: bool
+
+
+class ZeroShards:
+    """Owns parameters and gradients of a rank's stages. Made before anything is cast; `bind` then shards.
+
+    Args:
+        level: ZeRO stage, 1 to 3.
+        group: the replicas.
+        layers: of all stages of the rank, in order.
+        apart: by id of a parameter, who its only neighbours are: pieces must be the same on ranks that hold other
+            shards, or other layers.
+    """
+
+    def __init__(
+        self, level: int, group: dist.ProcessGroup, layers: Sequence[LayerParameters], apart: Mapping[int, str]
+    ) -> None:
+        held = _units(layers, group, apart)
+        self._level = level
+        self._units = tuple(dict.fromkeys(held.values()))
+        self._pieces = {piece.span.name: piece for unit in self._units if unit.is_trained for piece in unit.pieces()}
+        self._gradients = _Scattered(self._units, [layer.stage for layer in layers], at_once=level == 1)
+        self._parameters = _Gathered() if level == 3 else None
+        if self._parameters is not None:
+            for layer in layers:
+                needs = tuple(dict.fromkeys(held[id(parameter)] for parameter in layer.named.values()))
+                self._parameters.attach(layer, needs)
+        self._trained: dict[str, torch.Tensor] = {}
+
+    def pieces(self) -> dict[str, torch.Tensor]:
+        """This rank's pieces of the trained parameters, by name; once bound, with their gradients."""
+        if self._trained:
+            return self._trained
+        return {
+            name: local(piece.span.parameter.detach()).reshape(-1)[piece.start : piece.stop]
+            for name, piece in self._pieces.items()
+        }
+
+    def bind(self) -> None:
+        """Shard, in the type that the parameters have now."""
+        for unit in self._units:
+            unit.bind(own_shard=self._level == 3, own_gradient=self._level > 1)
+            for piece in unit.pieces() if unit.is_trained else ():
+                mine = slice(piece.place, piece.place + piece.stop - piece.start)
+                tensor = self._trained[piece.span.name] = unit.shard[mine].detach()
+                tensor.grad = unit.gradient[mine]
+        self._gradients.watch()
+
+    def piece_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """This rank's piece of a trained parameter, if it holds any of it."""
+        found = (name for name, piece in self._pieces.items() if piece.span.parameter is parameter)
+        return next((self._trained[name] for name in found), None)
+
+    def split(self) -> set[int]:
+        """The pieces, by id, of parameters that are split over the tensor-parallel group too."""
+        return {id(self._trained[name]) for name, piece in self._pieces.items() if is_split(piece.span.parameter)}
+
+    def stored(self, name: str, value: torch.Tensor) -> StoredPiece:
+        """A parameter's piece, or a state of it, for a checkpoint."""
+        return StoredPiece.of(self._pieces[name], value)
+
+    def stored_parameters(self) -> dict[str, StoredPiece]:
+        """What stage 3 keeps of the parameters, trained or not; none in other stages, whose parameters are whole."""
+        if self._parameters is None:
+            return {}
+        found = ((unit, piece) for unit in self._units for piece in unit.pieces())
+        return {
+            piece.span.name: StoredPiece.of(piece, unit.shard[piece.place :][: piece.stop - piece.start])
+            for unit, piece in found
+        }
+
+    def whole_size(self, name: str) -> torch.Size:
+        """Shape of the parameter of which this rank has a piece."""
+        return self._pieces[name].span.parameter.shape
+
+    @property
+    def parameters_bytes(self) -> int:
+        """What is kept from step to step of the parameters."""
+        return sum((unit.shard if self._parameters is not None else unit.full).nbytes for unit in self._units)
+
+    @property
+    def gradients_bytes(self) -> int:
+        """Likewise of the gradients."""
+        return sum(
+            (unit.gradient if unit.full_gradient is None else unit.full_gradient).nbytes
+            for unit in self._units
+            if unit.is_trained
+        )
+
+    @property
+    def padding_elements(self) -> int:
+        """Elements on all ranks of the group that stand for nothing."""
+        return sum(unit.padding_elements for unit in self._units)
+
+    def publish(self) -> None:
+        """The pieces have been updated: let all ranks have them."""
+        works = [unit.publish() for unit in self._units if unit.is_trained or self._parameters is not None]
+        for work in works:
+            if work is not None:
+                work.wait()
+        if self._parameters is not None:
+            self._parameters.forget()
+
+    def zero_gradients(self) -> None:
+        """Before the next step."""
+        for unit in self._units:
+            if unit.is_trained:
+                (unit.gradient if unit.full_gradient is None else unit.full_gradient).zero_()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Within, all parameters have their values on every rank; a collective call."""
+        for unit in self._units:
+            unit.gather()
+        yield
+        if self._parameters is not None:
+            for unit in self._units:
+                unit.free()
+            self._parameters.forget()
+
+    # As `planner.executor.replicas.GradientReducer`:
+
+    def forward(self) -> AbstractContextManager[object]:
+        """See `Reducer`."""
+        return nullcontext() if self._parameters is None else self._parameters.saving()
+
+    def arm(self, stage: int) -> None:
+        """See `Reducer`."""
+        self._gradients.armed.add(stage)
+
+    def after_backward(self, stage: int) -> None:
+        """See `Reducer`."""
+        if self._level > 1:
+            self._gradients.flush(stage)
+
+    def launch(self, stage: int) -> None:
+        """See `Reducer`."""
+        if self._level == 1:
+            self._gradients.flush(stage)
+
+    def finish(self) -> None:
+        """See `Reducer`."""
+        self._gradients.finish()
+
+
+class _Gathered:
+    """Parameters of the layers that were used last."""
+
+    def __init__(self) -> None:
+        self._recent: list[Units] = []
+        self._current: Units = ()
+        self._recomputing: set[Units] = set()
+        self._users: dict[int, Units] = {}
+        """Who uses the storage at this address."""
+
+    def attach(self, layer: LayerParameters, needs: Units) -> None:
+        """Gather before each part of the layer runs."""
+        if layer.recomputes:
+            self._recomputing.add(needs)
+        for part in layer.parts:
+            part.register_forward_pre_hook(partial(self._enter, needs))
+
+    def forget(self) -> None:
+        """Nothing is gathered any more."""
+        self._recent.clear()
+        self._users.clear()
+
+    def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Within, what autograd saves is gathered before it is read."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _enter(self, needs: Units, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        self._current = needs
+        self._use(needs)
+
+    def _use(self, needs: Units) -> None:
+        if not needs or (self._recent and self._recent[-1] is needs):
+            return
+        self._recent = [*(each for each in self._recent if each is not needs), needs]
+        while len(self._recent) > GATHERED_LAYERS:
+            self._drop(self._recent.pop(0))
+        for unit in needs:
+            unit.gather()
+            self._users[_address(unit.full)] = needs
+
+    def _drop(self, needs: Units) -> None:
+        held = {unit for each in self._recent for unit in each}
+        for unit in needs:
+            if unit not in held:
+                del self._users[_address(unit.full)]
+                unit.free()
+
+    def _pack(self, tensor: torch.Tensor) -> _Saved:
+        # Without its graph: an operation that saves its own output would never be freed.
+        kept = tensor.detach()
+        address = _address(local(kept)) if kept.layout == torch.strided else 0
+        needs = self._users.get(address)
+        if needs is not None:
+            return _Saved(kept, needs, None)
+        # A layer that recomputes reads what it has saved before it reads parameters.
+        return _Saved(kept, self._current if self._current in self._recomputing else (), kept._version)
+
+    def _unpack(self, saved: _Saved) -> torch.Tensor:
+        if saved.version is not None and saved.tensor._version != saved.version:
+            # autograd itself compares versions only of what no hook has packed.
+            raise RuntimeError("a tensor that the backward needs has been changed in place after it was saved.")
+        if saved.needs:
+            self._use(saved.needs)
+        return saved.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    tensor: torch.Tensor
+    needs: Units
+    """To be gathered before the tensor is used."""
+    version: int | None
+    """Of the tensor when it was saved; None: of a parameter, whose storage comes and goes."""
+
+
+class _Scattered:
+    """Reduce-scatters gradients, at most one unit's at a time in the background.
+
+    Args:
+        at_once: once per step, else in every backward.
+    """
+
+    def __init__(self, units: Units, stages: Iterable[int], *, at_once: bool) -> None:
+        trained = [unit for unit in units if unit.is_trained]
+        self._units = trained
+        self._at_once = at_once
+        # The backward fills the gradients of the last layers first.
+        self._queues = {stage: [unit for unit in trained[::-1] if unit.stage == stage] for stage in stages}
+        self._shared = [unit for unit in trained[::-1] if unit.stage is None]
+        self._sent: dict[int, int] = dict.fromkeys(self._queues, 0)
+        self._pending: tuple[Unit, torch.Tensor, dist.Work | None] | None = None
+        self.armed: set[int] = set()
+        """Stages whose backward at hand is their last one in the step."""
+
+    def watch(self) -> None:
+        """Send gradients off as the backward fills them."""
+        for queue in self._queues.values():
+            for unit in queue:
+                for span in unit.spans:
+                    hook = partial(self._filled, unit)
+                    span.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _filled(self, unit: Unit, parameter: torch.Tensor) -> None:
+        assert unit.stage is not None
+        if self._at_once and unit.stage not in self.armed:
+            return
+        unit.unfilled -= 1
+        queue = self._queues[unit.stage]
+        while self._sent[unit.stage] < len(queue) and queue[self._sent[unit.stage]].unfilled == 0:
+            self._send_next(unit.stage)
+
+    def flush(self, stage: int) -> None:
+        """Send off all that is left of a stage's gradients."""
+        queue = self._queues[stage]
+        while self._sent[stage] < len(queue):
+            self._send_next(stage)
+        if not self._at_once:
+            for unit in self._shared:
+                self._send(unit)
+            self._reset(stage)
+
+    def finish(self) -> None:
+        """Send off what is left of all, and wait until every gradient is the sum over the replicas."""
+        if self._at_once:
+            for stage in self._queues:
+                self.flush(stage)
+                self._reset(stage)
+            for unit in self._shared:
+                self._send(unit)
+        self._settle()
+
+    def _reset(self, stage: int) -> None:
+        self._sent[stage] = 0
+        self.armed.discard(stage)
+        for unit in self._queues[stage]:
+            unit.unfilled = len(unit.spans)
+
+    def _send_next(self, stage: int) -> None:
+        unit = self._queues[stage][self._sent[stage]]
+        self._sent[stage] += 1
+        self._send(unit)
+
+    def _send(self, unit: Unit) -> None:
+        if unit.full_gradient is not None:
+            mine, whole = unit.gradient, unit.full_gradient
+        else:
+            mine, whole = torch.empty_like(unit.gradient), unit.take_gradients()
+        self._settle()
+        work = dist.reduce_scatter_tensor(mine, whole, group=unit.group, async_op=True)
+        self._pending = (unit, mine, work)
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        """Wait for what is under way."""
+        if self._pending is None:
+            return
+        unit, mine, work = self._pending
+        self._pending = None
+        if work is not None:
+            work.wait()
+        if unit.full_gradient is None:
+            unit.gradient += mine
+
+
+def _units(layers: Sequence[LayerParameters], group: dist.ProcessGroup, apart: Mapping[int, str]) -> dict[int, Unit]:
+    """The unit of every parameter, by id: one per layer and kind."""
+    stages: dict[int, set[int]] = {}
+    for layer in layers:
+        for parameter in layer.named.values():
+            stages.setdefault(id(parameter), set()).add(layer.stage)
+    found: dict[int, Unit] = {}
+    for layer in layers:
+        kinds: dict[object, dict[str, nn.Parameter]] = {}
+        for name, parameter in {id(each): (name, each) for name, each in layer.named.items()}.values():
+            if id(parameter) not in found:
+                # All floating-point types are cast to one.
+                dtype = parameter.is_floating_point() or parameter.dtype
+                kind = (apart.get(id(parameter)), parameter.requires_grad, dtype)
+                kinds.setdefault(kind, {})[name] = parameter
+        for named in kinds.values():
+            holders = set().union(*(stages[id(parameter)] for parameter in named.values()))
+            unit = Unit(named, group, holders.pop() if len(holders) == 1 else None)
+            found |= dict.fromkeys(map(id, named.values()), unit)
+    return found
+
+
+def layers_of(
+    cut: LayerCut, stage: int, module: nn.Module, held: Iterable[int], recompute: Recompute
+) -> Iterator[LayerParameters]:
+    """The layers of a stage.
+
+    Args:
+        module: the stage.
+        held: indices of its layers.
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for index in held:
+        layer = cut.layers[index]
+        below = tuple(f"{name}." if name else "" for name in layer.modules)
+        named = {name: each for name, each in parameters.items() if name in layer.parameters or name.startswith(below)}
+        parts = tuple(cut.parts(module, index).values())
+        yield LayerParameters(stage, parts, named, recompute.get(index, "none") != "none")
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
