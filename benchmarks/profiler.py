@@ -150,7 +150,8 @@ class Row:
     layers: int
     parameters: int
     counted_bytes: int
-    """What autograd keeps, as counted on shapes."""
+    """What autograd keeps, as counted on shapes; with what attention keeps beside, where this device has no fused
+    kernel for it (a CPU with a trained bias)."""
     saved_bytes: int
     """What autograd kept of the whole model."""
     analytic_seconds: tuple[float, float]
@@ -186,7 +187,7 @@ def compare(name: str, source: ModelSource, spec: DeviceSpec, device: str, budge
         model=name,
         layers=len(counted.layers),
         parameters=sum(parameter.numel() for parameter in source.blueprint.parameters()),
-        counted_bytes=sum(row.activation_bytes for row in plain_rows(counted)),
+        counted_bytes=sum(row.activation_bytes for row in plain_rows(measured)),
         saved_bytes=kept,
         analytic_seconds=seconds(price(counted, spec)),
         by_layer_seconds=seconds(measured),

@@ -74,7 +74,10 @@ class Counter:
         trace = self._trace(kind, size, split)
         if not isinstance(self.cut.chain, TensorChain):
             for mode in trace.keeps_outputs:
-                trace = trace.keeping(mode, self._unclaimed_bytes(kind, trace, mode, size))
+                change = self._unclaimed_bytes(kind, trace, mode, size) - self._bytes_kept_later(
+                    kind, trace, mode, size
+                )
+                trace = trace.keeping(mode, change)
             return trace.count
         before, after = ([self._trace(other, size, split) for other in self._beside(kind, step)] for step in (-1, 1))
         if not trace.keeps_inputs[0] and any(other.keeps_outputs["none"][0] for other in before):
@@ -110,6 +113,22 @@ class Counter:
             if trace.keeps_outputs[mode][place] and readers and not claimed:
                 total += output.nbytes
         return total
+
+    def _bytes_kept_later(self, kind: str, trace: LayerTrace, mode: RecomputeMode, size: Size) -> int:
+        """Of what the layer takes and keeps: what a later layer takes and keeps too, and counts. If that one stands in
+        a later stage, it is held here as part of what the stage hands on."""
+        inputs = self._inputs(self.representatives[kind], size, WHOLE)
+        kept = [place for place in range(len(inputs)) if mode != "none" or trace.keeps_inputs[place]]
+        indices = [index for index, layer in enumerate(self.layers) if layer.kind == kind]
+        return sum(
+            inputs[place].untyped_storage().nbytes()
+            for place in kept
+            if all(self._is_kept_later(index, place, size) for index in indices)
+        )
+
+    def _is_kept_later(self, index: int, place: int, size: Size) -> bool:
+        later = self.cut.chain.later_takers(index, place)
+        return any(self._trace(self.layers[at].kind, size, WHOLE).keeps_inputs[where] for at, where in later)
 
     def _trace(self, kind: str, size: Size, split: Split) -> LayerTrace:
         key = (kind, size, split)

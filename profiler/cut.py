@@ -88,6 +88,9 @@ class Chain(Protocol):
     def readers(self, index: int, place: int) -> list[tuple[int, int]]:
         """(layer, place among what it takes) of all layers that read this tensor of what layer `index` makes."""
 
+    def later_takers(self, index: int, place: int) -> list[tuple[int, int]]:
+        """(layer, place among what it takes) of all layers behind `index` that take this tensor of what it takes."""
+
     def edges(self, sequence_length: int, dtype: torch.dtype) -> tuple[SkipEdge, ...]:
         """Tensors that layers take besides what the layer before made."""
 
@@ -124,6 +127,10 @@ class TensorChain:
     def readers(self, index: int, place: int) -> list[tuple[int, int]]:
         """The next layer."""
         return [(index + 1, 0)]
+
+    def later_takers(self, index: int, place: int) -> list[tuple[int, int]]:
+        """None: the tensor goes no further."""
+        return []
 
     def edges(self, sequence_length: int, dtype: torch.dtype) -> tuple[SkipEdge, ...]:
         """None."""

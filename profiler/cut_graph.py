@@ -244,16 +244,14 @@ class GraphChain:
         flow = self.tracer.flow(size, kinds[0] if kinds else None)
         count = len(self.runs)
 
-        def on_meta(values: Iterable[int]) -> Tensors:
-            return tuple(_meta(flow.trace.shapes[value]) for value in values)
+        def on_meta(values: Iterable[int], make: Callable[[Shape], Tensor]) -> Tensors:
+            return tuple(make(flow.trace.shapes[value]) for value in values)
 
         return Borders(
-            crossing=tuple(on_meta(self.values(flow, boundary)) for boundary in range(count + 1)),
-            takes=tuple(on_meta(run.takes(flow)) for run in self.runs),
-            makes=tuple(on_meta(run.makes(flow)) for run in self.runs),
-            output_bytes=tuple(
-                sum(tensor.nbytes for tensor in on_meta(self.handed_on(index, flow))) for index in range(count)
-            ),
+            crossing=tuple(on_meta(self.values(flow, boundary), _sent) for boundary in range(count + 1)),
+            takes=tuple(on_meta(run.takes(flow), _within) for run in self.runs),
+            makes=tuple(on_meta(run.makes(flow), _sent) for run in self.runs),
+            output_bytes=tuple(_nbytes(flow, self.handed_on(index, flow)) for index in range(count)),
         )
 
     def handed_on(self, index: int, flow: Flow) -> tuple[int, ...]:
@@ -267,6 +265,13 @@ class GraphChain:
         flow = self.reference
         value = self.runs[index].makes(flow)[place]
         taken = [(at, run.takes(flow)) for at, run in enumerate(self.runs)]
+        return [(at, values.index(value)) for at, values in taken if value in values]
+
+    def later_takers(self, index: int, place: int) -> list[tuple[int, int]]:
+        """(layer, place among what it takes) of all layers behind `index` that take this tensor of what it takes."""
+        flow = self.reference
+        value = self.runs[index].takes(flow)[place]
+        taken = [(at, run.takes(flow)) for at, run in enumerate(self.runs) if at > index]
         return [(at, values.index(value)) for at, values in taken if value in values]
 
     def edges(self, sequence_length: int, dtype: torch.dtype) -> tuple[SkipEdge, ...]:
@@ -288,8 +293,15 @@ def _nbytes(flow: Flow, values: Iterable[int]) -> int:
     return sum(flow.trace.shapes[value].nbytes for value in values)
 
 
-def _meta(shape: Shape) -> Tensor:
+def _sent(shape: Shape) -> Tensor:
+    """As it crosses a border between stages."""
     return torch.empty(shape.size, dtype=shape.dtype, device="meta", requires_grad=shape.requires_grad)
+
+
+def _within(shape: Shape) -> Tensor:
+    """As a layer finds it behind another one of its stage: where it is not contiguous, kernels may copy it."""
+    tensor = torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype, device="meta")
+    return tensor.requires_grad_(shape.requires_grad)
 
 
 def aliases(model: nn.Module, modules: set[str]) -> set[str]:

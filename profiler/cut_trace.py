@@ -85,6 +85,7 @@ class Shape:
     requires_grad: bool
     storage: int
     """Values with one number share their memory."""
+    stride: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
@@ -188,7 +189,9 @@ class _Recorder(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             storage = self._storages.setdefault(id(tensor.untyped_storage()), len(self._storages))
             self._alive.append(tensor.untyped_storage())  # type: ignore[arg-type]
-            self.shapes[index] = Shape(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, storage)
+            self.shapes[index] = Shape(
+                tuple(tensor.shape), tensor.dtype, tensor.requires_grad, storage, tensor.stride()
+            )
         self._numbers[id(tensor)] = index
         return index
 

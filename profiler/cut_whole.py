@@ -69,6 +69,10 @@ class WholeChain:
         """Nobody."""
         return []
 
+    def later_takers(self, index: int, place: int) -> list[tuple[int, int]]:
+        """Nobody."""
+        return []
+
     def edges(self, sequence_length: int, dtype: torch.dtype) -> tuple[SkipEdge, ...]:
         """None."""
         return ()

@@ -16,9 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from planner.spec.profile import RecomputeMode
+from profiler import attention
 from profiler.count import Counter
 from profiler.cut import Recompute
 from profiler.models import ModelSource, load_model
+from profiler.watch import FusedAttention
 from tests.profiler.conftest import TINY
 
 BATCH, TOKENS = 3, 20
@@ -35,6 +37,18 @@ MIXTRAL = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
     "max_position_embeddings": 64,
+}
+T5 = {
+    "model_type": "t5",
+    "architectures": ["T5ForConditionalGeneration"],
+    "vocab_size": 96,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
 }
 RESNET50 = {
     "model_type": "resnet",
@@ -104,7 +118,7 @@ def _kept_bytes(source: ModelSource, index: int, mode: RecomputeMode) -> int:
 
 def _load(name: str, folder: Path) -> ModelSource:
     configs = {**{family: {"model_type": family, **config} for family, config in TINY.items()}}
-    configs |= {"mixtral": MIXTRAL, "resnet-50": RESNET50}
+    configs |= {"mixtral": MIXTRAL, "t5": T5, "resnet-50": RESNET50}
     if name == "unet":
         return load_model("tests.profiler.graphs:unet")
     path = folder / f"{name}.json"
@@ -131,7 +145,7 @@ def test_recomputed_layers_keep_what_is_counted(name: str, mode: RecomputeMode, 
     assert checked
 
 
-def _saved_by_model(source: ModelSource, inputs: tuple[Tensor, ...]) -> int:
+def _saved_by_model(source: ModelSource, inputs: tuple[Tensor, ...] | dict[str, Tensor]) -> int:
     """What autograd keeps after one forward of the whole model and its loss: every storage once, parameters apart."""
     model = source.build()
     saved: list[weakref.ref] = []
@@ -142,7 +156,7 @@ def _saved_by_model(source: ModelSource, inputs: tuple[Tensor, ...]) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = model(*inputs)
+        output = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
         logits = getattr(output, "logits", output)
         targets = torch.zeros(logits.shape[:-1], dtype=torch.long)
         loss = cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
@@ -195,6 +209,20 @@ def test_recomputed_layers_add_up_to_what_the_whole_model_keeps(name: str, mode:
     kept = live.bytes_without({id(each.untyped_storage()) for each in owned})
     positions = 8 * TOKENS if name in ("llama", "mixtral") else 0
     assert counted + positions == kept + sum(each.nbytes for each in inputs)
+
+
+def test_an_encoders_output_and_bias_count_once(tmp_path: Path):
+    """T5 with the attention kernel of an accelerator: the encoder's output, which all blocks of the decoder keep, and
+    the position bias that blocks hand on count once. The kernel is given by shapes: what autograd keeps is the same."""
+    source = _load("t5", tmp_path)
+    size = (BATCH, TOKENS)
+    counter = Counter(source, "fp32")
+    counted = sum(counter.count(each.kind, *size).modes["none"].kept_bytes for each in counter.layers)
+    inputs = dict(zip(source.keywords, source.example_inputs(*size), strict=True))
+    with torch.library._scoped_library("planner", "FRAGMENT") as library:
+        library.impl("attention", attention._attention, "CPU")
+        with FusedAttention():
+            assert counted == _saved_by_model(source, inputs)
 
 
 class _Megatron(nn.Module):
