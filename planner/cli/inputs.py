@@ -17,6 +17,8 @@ from planner.spec import (
     DeviceSpec,
     Job,
     Layout,
+    Link,
+    Links,
     ModelProfile,
     Plan,
     PlanRequest,
@@ -30,6 +32,7 @@ from planner.spec.job import COMPUTE_TYPE, CONSTRAINABLE
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 """Counted when a model is given instead of a profile."""
+LINK_FIELDS = ("intra_node", "inter_node")
 DOCUMENT_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 
 
@@ -59,7 +62,8 @@ def read_question(arguments: argparse.Namespace, *, fixed: list[str] | None = No
 
 
 def read_cluster(path: str | Path) -> Cluster:
-    """The cluster of a document; a device that is named by a file is read from beside the document, and put inline.
+    """The cluster of a document; devices and links that are named by a file are read from beside the document, and put
+    inline.
 
     Raises:
         DocumentError: a document is missing or broken.
@@ -67,10 +71,27 @@ def read_cluster(path: str | Path) -> Cluster:
     data = read_data(path)
     groups = data.get("node_groups") if isinstance(data, dict) else None
     for group in groups if isinstance(groups, list) else ():
-        device = group.get("device") if isinstance(group, dict) else None
-        if isinstance(device, str) and device.endswith(DOCUMENT_SUFFIXES):
-            group["device"] = read(DeviceSpec, Path(path).parent / device).model_dump(mode="json")
+        for field in ("device", *LINK_FIELDS) if isinstance(group, dict) else ():
+            named = group.get(field)
+            if isinstance(named, str) and named.endswith(DOCUMENT_SUFFIXES):
+                group[field] = _named_document(field, Path(path).parent / named)
     return parse(Cluster, data, where=str(path))
+
+
+def _named_document(field: str, path: Path) -> Any:
+    """What a node group's field names by a path: a device, a link, or of the two links that `planner links` writes on
+    several nodes the one of the field."""
+    if field == "device":
+        return read(DeviceSpec, path).model_dump(mode="json")
+    data = read_data(path)
+    if not isinstance(data, dict) or not set(LINK_FIELDS) & set(data):
+        return parse(Link, data, where=str(path)).model_dump(mode="json")
+    link = getattr(parse(Links, data, where=str(path)), field)
+    if link is None:
+        raise DocumentError(
+            "the file holds no such link.", field=f"{path}: {field}", mend="measure it: `planner links` on these nodes."
+        )
+    return link.model_dump(mode="json")
 
 
 def profile_of(reference: str, job: Job) -> tuple[ModelProfile, str | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from planner.cli.inputs import constraint, fix, read_cluster, read_layout
 from planner.errors import DocumentError, SpecError, UnknownNameError
-from planner.spec import DeviceSpec, PredictionLayout
+from planner.spec import DeviceSpec, Link, PredictionLayout
 from planner.spec.job import Range, allows
 from tests.cli.support import tiny_job
 
@@ -155,3 +156,33 @@ def test_broken_clusters_are_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
     with pytest.raises(DocumentError):
         read_cluster(path)
+
+
+def test_links_are_named_by_a_file(tmp_path: Path) -> None:
+    """A node group's links come from what `planner links` wrote: on one node a link, on several nodes both."""
+    inside = {"latency_seconds": 1e-5, "bandwidth_bytes_per_second": 1e9}
+    between = {"latency_seconds": 1e-4, "bandwidth_bytes_per_second": 1e8}
+    (tmp_path / "one.json").write_text(json.dumps(inside))
+    (tmp_path / "two.json").write_text(json.dumps({"intra_node": inside, "inter_node": between}))
+    group = {"device": "a100-sxm4-40gb", "nodes": 2, "devices_per_node": 4}
+    groups = [
+        group | {"name": "both", "intra_node": "two.json", "inter_node": "two.json"},
+        group | {"name": "one", "intra_node": "one.json"},
+    ]
+    cluster = tmp_path / "cluster.json"
+    cluster.write_text(json.dumps({"node_groups": groups}))
+    both, one = read_cluster(cluster).node_groups
+    assert both.intra_node == one.intra_node == Link.model_validate(inside)
+    assert both.inter_node == Link.model_validate(between)
+    assert one.inter_node is None
+
+
+def test_a_file_without_the_named_link_is_told(tmp_path: Path) -> None:
+    """A file of both links that was measured on one node only cannot stand for the link between nodes."""
+    inside = {"latency_seconds": 1e-5, "bandwidth_bytes_per_second": 1e9}
+    (tmp_path / "links.json").write_text(json.dumps({"intra_node": inside, "inter_node": None}))
+    group = {"device": "a100-sxm4-40gb", "nodes": 2, "devices_per_node": 4, "inter_node": "links.json"}
+    cluster = tmp_path / "cluster.json"
+    cluster.write_text(json.dumps({"node_groups": [group]}))
+    with pytest.raises(DocumentError, match="holds no such link"):
+        read_cluster(cluster)
