@@ -18,9 +18,10 @@ from planner.errors import DocumentError, MismatchError, RunError, UnsupportedEr
 from planner.executor.build import boundaries, build_rank, stage_ranges
 from planner.executor.checkpoint import Checkpoints
 from planner.executor.data import DataSpec, load_dataset
-from planner.executor.loss import load_loss
+from planner.executor.loss import load_loss, loss_of_pieces
 from planner.executor.memory import peak_bytes, reset_peak
 from planner.executor.mesh import build_mesh
+from planner.executor.pieces import pieces_of
 from planner.executor.report import gather, rank_of
 from planner.executor.settings import DEFAULT_LEARNING_RATE, DEFAULT_TIMEOUT_SECONDS, CheckpointPolicy
 from planner.executor.stopping import StopRequest
@@ -30,6 +31,7 @@ from planner.spec.document import read
 from planner.spec.measured import MeasuredRun
 from planner.spec.plan import Plan
 from profiler.models import ModelSource, load_model
+from profiler.sequence import check_pieces
 
 
 class Executor:
@@ -174,6 +176,7 @@ def check_model(plan: Plan, source: ModelSource) -> None:
 
     Raises:
         MismatchError: parameters or layers differ.
+        UnsupportedError: the plan cuts sequences, and the model mixes its tokens otherwise than by causal attention.
     """
     profile = plan.request.profile
     if profile is not None and profile.model_digest and profile.model_digest != source.digest:
@@ -188,7 +191,10 @@ def check_model(plan: Plan, source: ModelSource) -> None:
             field="model",
             mend=f"run the plan with {plan.request.model}, or plan again.",
         )
-    stage_ranges(plan, as_planned(plan, source).cut())
+    planned = as_planned(plan, source)
+    stage_ranges(plan, planned.cut())
+    if plan.layout.sequence_chunks * plan.layout.context_parallel_degree > 1:
+        check_pieces(planned)
 
 
 def data_spec(plan: Plan, source: ModelSource) -> DataSpec:
@@ -206,7 +212,8 @@ def data_spec(plan: Plan, source: ModelSource) -> DataSpec:
 
 
 def _check_loss(plan: Plan, source: ModelSource, loss: str | None) -> None:
-    """The losses that are known here take one tensor."""
+    """The losses that are known here take one tensor; others cannot be told for pieces of sequences."""
+    loss_of_pieces(load_loss(loss, source.input_kind), pieces_of(plan))
     outputs = source.borders(plan.layout.micro_batch_size, plan.request.job.sequence_length).crossing[-1]
     if loss is None and (len(outputs) > 1 or outputs[0].dim() != (3 if source.input_kind == "tokens" else 2)):
         shapes = ", ".join(str(tuple(each.shape)) for each in outputs)

@@ -26,11 +26,11 @@ class TokenTargets:
     """Position of the piece's first token."""
 
 
-def pieces_of(plan: Plan, mesh: Mesh) -> Pieces:
-    """How this rank cuts the plan's sequences."""
+def pieces_of(plan: Plan, context_rank: int = 0) -> Pieces:
+    """How a rank cuts the plan's sequences."""
     layout = plan.layout
     length = plan.request.job.sequence_length
-    return Pieces(length, layout.sequence_chunks, layout.context_parallel_degree, mesh.context)
+    return Pieces(length, layout.sequence_chunks, layout.context_parallel_degree, context_rank)
 
 
 def split_inputs(inputs: Inputs, pieces: Pieces, micro_batches: int) -> list[Inputs]:

@@ -37,8 +37,8 @@ from planner.executor.timeline import Recorder
 from profiler.sequence import Pieces
 
 Loss = Callable[[Any, Any], torch.Tensor]
-"""(output of the last stage, targets) -> mean loss of one micro-batch, or a piece's share of it. The output is a tensor,
-or the tuple of all that the model returns."""
+"""(output of the last stage, targets) -> mean loss of one micro-batch, or a piece's share of it. The output is a
+tensor, or the tuple of all that the model returns."""
 
 Unit = tuple[int, int]
 """(stage, number of the micro-batch, or of a chunk of its sequence)"""

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from planner.errors import DocumentError
-from planner.executor.loss import classification, load_loss, next_token
+from planner.errors import DocumentError, UnsupportedError
+from planner.executor.loss import classification, load_loss, loss_of_pieces, next_token, next_token_of_piece
+from planner.executor.pieces import TokenTargets
+from profiler.sequence import Pieces
 
 
 def test_next_token_is_the_mean_over_all_predicted_tokens() -> None:
@@ -38,3 +40,25 @@ def test_loss_is_chosen_by_what_the_model_takes() -> None:
     assert load_loss("torch.nn.functional:mse_loss", "tokens") is functional.mse_loss
     with pytest.raises(DocumentError, match="no_such_loss"):
         load_loss("torch.nn.functional:no_such_loss", "tokens")
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+def test_losses_of_pieces_add_up_to_that_of_the_whole(pieces: int) -> None:
+    """The target of a piece's last token is the first one of the next piece."""
+    torch.manual_seed(0)
+    logits, tokens = torch.randn(3, 8, 11), torch.randint(11, (3, 8))
+    length = 8 // pieces
+    parts = [
+        next_token_of_piece(logits[:, start : start + length], TokenTargets(tokens, start))
+        for start in range(0, 8, length)
+    ]
+    assert torch.allclose(sum(parts), next_token(logits, tokens))
+
+
+def test_losses_of_ones_own_take_whole_sequences() -> None:
+    """Nobody told how to cut them."""
+    with pytest.raises(UnsupportedError, match="takes whole sequences") as caught:
+        loss_of_pieces(classification, Pieces(8, chunks=2))
+    assert caught.value.problems[0].field == "loss"
+    assert loss_of_pieces(classification, Pieces(8)) is classification
+    assert loss_of_pieces(next_token, Pieces(8, context_ranks=2)) is next_token_of_piece

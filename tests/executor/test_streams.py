@@ -32,3 +32,13 @@ def test_layers_drop_differently() -> None:
     streams.attach({name: model.get_submodule(name) for name in ("a", "b")})
     ones = torch.ones(64)
     assert not torch.equal(model["a"](ones), model["b"](ones))
+
+
+def test_pieces_of_a_sequence_drop_differently() -> None:
+    """Chunks and context-parallel ranks must not all drop at the same places."""
+    model = nn.Sequential(nn.Dropout(0.5))
+    streams = RandomStreams(0, torch.device("cpu"))
+    streams.attach({"0": model.get_submodule("0")})
+    whole = _run(model, streams, 3, 5)
+    streams.piece = ".8"
+    assert not torch.equal(whole, _run(model, streams, 3, 5))

@@ -45,7 +45,6 @@ def test_any_placement_that_fills_the_grid_will_do() -> None:
     "change",
     [
         {"layout__expert_parallel_degree": 2},
-        {"layout__sequence_parallel": True},
     ],
 )
 def test_what_is_not_carried_out_is_refused(change: dict[str, Any]) -> None:
