@@ -56,7 +56,7 @@ class LayerPrice:
     gathered_forward: int
     """ZeRO 3: the parameters, for every micro-batch."""
     gathered_backward: int
-    """ZeRO 3: the parameters again, and the gradients scattered."""
+    """ZeRO 3: the parameters again; ZeRO 2 and 3: the gradients scattered."""
     gathered_bytes: int
     """ZeRO 3: the parameters, whole."""
     state: StateBytes
@@ -185,13 +185,10 @@ class Prices:
         )
 
     def _reduction(self, held: HeldParameters) -> int:
-        """Equation (T4): all-reduce, or with ZeRO 1 and 2 reduce-scatter and all-gather; experts among their own."""
-        ogp, zero = self._ogp, self.facts.layout.zero_stage
-        if zero == 3:
-            return 0
-        operations = {"all_reduce": ogp.gradient_bytes}
-        if zero:
-            operations = {"reduce_scatter": ogp.gradient_bytes, "all_gather": ogp.parameter_bytes}
+        """Equation (T4): all-reduce; ZeRO 1 scatters and gathers, ZeRO 2 gathers; experts among their own."""
+        ogp = self._ogp
+        scatter, gather = {"reduce_scatter": ogp.gradient_bytes}, {"all_gather": ogp.parameter_bytes}
+        operations = ({"all_reduce": ogp.gradient_bytes}, scatter | gather, gather, {})[self.facts.layout.zero_stage]
         return nanoseconds(
             sum(
                 self._collective(operation, elements * each, group, latency=False)
@@ -201,16 +198,14 @@ class Prices:
         )
 
     def _gathers(self, held: HeldParameters) -> tuple[int, int]:
-        """Equation (T6): all-gather of the parameters, reduce-scatter of the gradients, both of every micro-batch;
-        experts among the ranks over which (M1) shards them."""
-        if self.facts.layout.zero_stage < 3:
-            return 0, 0
-        ogp = self._ogp
+        """(all-gather of the parameters, reduce-scatter of the gradients) of every micro-batch: equation (T6). ZeRO 2
+        keeps no gradient whole, ZeRO 3 no parameter; experts go among the ranks over which (M1) shards them."""
+        zero, ogp = self.facts.layout.zero_stage, self._ogp
         gather = scatter = 0.0
         for elements, group in held.parts:
             gather += self._collective("all_gather", elements * ogp.parameter_bytes, group) + self._fixed(group)
             scatter += self._collective("reduce_scatter", elements * ogp.gradient_bytes, group) + self._fixed(group)
-        return nanoseconds(gather), nanoseconds(scatter)
+        return nanoseconds(gather) if zero == 3 else 0, nanoseconds(scatter) if zero >= 2 else 0
 
     def _update(self, row: Measurement, held: HeldParameters) -> int:
         """Equation (T3): states and parameters read and written, gradients read; measured for AdamW; Muon's FLOPs.
@@ -231,10 +226,14 @@ class Prices:
             constants = self.facts.constants
             seconds = traffic * constants.optimizer_passes / (bandwidth * constants.memory_fraction)
         seconds += self._orthogonalising(row)
-        if not self.facts.layout.zero_stage or not count.elements:
+        if not self.facts.layout.zero_stage:
             return nanoseconds(seconds)
-        share = sum(elements / count.elements / self.facts.spreads[group].ranks for elements, group in held.parts)
-        return nanoseconds(seconds * share)
+        spreads = self.facts.spreads
+        if not held.experts:
+            return nanoseconds(seconds / spreads["data"].ranks)
+        return nanoseconds(
+            sum(seconds * elements / count.elements / spreads[group].ranks for elements, group in held.parts)
+        )
 
     def _orthogonalising(self, row: Measurement) -> float:
         """Seconds of Muon's products, at the device's bf16 rate; without a known peak at the measured forward's."""
@@ -309,8 +308,8 @@ class HeldParameters:
     @property
     def parts(self) -> tuple[tuple[int, str], ...]:
         """(elements, group of the ranks that hold the same ones)."""
-        dense = (self.count.elements - self.experts, "data")
-        return (dense, (self.experts, "expert_data")) if self.experts else (dense,)
+        both = ((self.count.elements - self.experts, "data"), (self.experts, "expert_data"))
+        return tuple(part for part in both if part[0])
 
 
 def held_parameters(layer: LayerProfile, plain: Measurement) -> HeldParameters:

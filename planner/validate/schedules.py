@@ -101,6 +101,8 @@ class Rules:
     cuts_sequence: bool = False
     has_joint_pairs: bool = False
     """Equation (V3)."""
+    recomputes_ahead: bool = False
+    """Of some micro-batches only, while the rank waits: a stage map cannot tell what it then costs and holds."""
     refused: str = ""
     """Why no plan can be made of it; empty: it can."""
 
@@ -109,7 +111,7 @@ _SECOND_COPIES = "keeps two copies of every stage, and a plan's stage map tells 
 _ONE_AHEAD = _after(lambda shape, rank: shape.ranks - 1 - rank)
 RULES: dict[str, Rules] = {
     "gpipe": Rules(held=_all),
-    "torchgpipe": Rules(held=_all),
+    "torchgpipe": Rules(held=_all, recomputes_ahead=True),
     "1f1b": Rules(held=_ONE_AHEAD),
     "1f1b-overlap": Rules(held=_ONE_AHEAD),
     "eager-1f1b": Rules(held=_after(lambda shape, rank: 2 * (shape.ranks - 1 - rank))),

@@ -116,6 +116,7 @@ def _check_layers(plan: Plan, facts: Facts, findings: Findings) -> None:
 def _check_recompute(plan: Plan, facts: Facts, findings: Findings) -> None:
     profiled = {layer.name: layer for layer in facts.profile.layers}
     word, constraint = plan.layout.recompute, facts.job.constraints.get("recompute")
+    is_ahead = RULES.get(plan.layout.schedule, Rules()).recomputes_ahead
     for stage in plan.stages:
         for layer in stage.layers:
             offered = facts.rows(profiled[layer.name]) if layer.name in profiled else {}
@@ -123,6 +124,10 @@ def _check_recompute(plan: Plan, facts: Facts, findings: Findings) -> None:
             if layer.recompute not in offered:
                 findings.wrong(
                     where, f"the plan says {layer.recompute}, the profile has {', '.join(offered) or 'none'}."
+                )
+            if is_ahead and layer.recompute != "none":
+                findings.wrong(
+                    where, f"under {plan.layout.schedule} {layer.recompute} cannot be recomputed, only none."
                 )
             if word != "per-layer" and word in offered:
                 findings.equal(f"{where} against layout.recompute", layer.recompute, word)

@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.errors import LayoutError, ScheduleError
-from planner.schedule import Schedule, build, names
-from planner.schedule.in_flight import in_flight_per_stage
-from planner.schedule.simulate import Durations, simulate
+from planner.errors import ScheduleError
+from planner.schedule import Durations, Schedule, in_flight_per_stage, simulate
 from planner.validate.actions import parse
-from planner.validate.play import Action, StageTimes, end_nanoseconds, in_flight
+from planner.validate.play import Action, StageTimes, end_nanoseconds, held_per_stage, in_flight
+from planner.validate.schedules import joint_pairs
+from tests.validate.schedules import schedules
 
 UNIT = StageTimes(forward=1, backward_input=1, backward_weight=1, transfer=0)
 
 
-@st.composite
-def one_stage_schedules(draw: st.DrawFn) -> Schedule:
-    """A schedule of the catalogue with one stage per rank, and one copy of it."""
-    one_copy = [name for name in names(fixed_only=True) if name not in ("chimera", "dualpipe")]
-    name, ranks = draw(st.sampled_from(one_copy)), draw(st.integers(1, 5))
-    try:
-        return build(name, ranks=ranks, micro_batches=draw(st.integers(1, 9)), virtual_stages=1)
-    except LayoutError:
-        return build("1f1b", ranks=ranks, micro_batches=draw(st.integers(1, 9)))
-
-
-@given(one_stage_schedules(), st.data())
+@settings(max_examples=300)
+@given(schedules(), st.data())
 def test_ends_and_holdings_are_the_simulators(schedule: Schedule, data: st.DataObject) -> None:
-    """Two players of the same lists agree on every rank's end and on what it holds, split backwards included."""
+    """Two players of the same lists agree on every rank's end and on what it holds of every stage: several stages per
+    rank, waves, split backwards, joint pairs and sequence chunks included."""
     times = data.draw(
         st.lists(st.builds(StageTimes, *[st.integers(0, 9)] * 4), min_size=schedule.stages, max_size=schedule.stages)
     )
@@ -42,8 +33,11 @@ def test_ends_and_holdings_are_the_simulators(schedule: Schedule, data: st.DataO
         transfer_backward=moves,
     )
     actions = parse(schedule.to_text())
-    assert end_nanoseconds(actions, times) == simulate(schedule, durations).end_seconds
-    assert tuple(map(in_flight, actions)) == in_flight_per_stage(schedule)
+    ends = end_nanoseconds(actions, times, joint_pairs(schedule.name, actions))
+    assert ends == simulate(schedule, durations).end_seconds
+    held = [held_per_stage(one) for one in actions]
+    owners = schedule.stage_ranks
+    assert tuple(held[owners[stage]][stage] for stage in range(schedule.stages)) == in_flight_per_stage(schedule)
 
 
 def test_two_stages_by_hand() -> None:
@@ -58,6 +52,20 @@ def test_input_gradient_lets_the_stage_before_go_on() -> None:
     split = parse([["0F0", "0B0"], ["1F0", "1I0", "1W0"]])
     assert end_nanoseconds(full, [UNIT, UNIT]) == (6, 4)
     assert end_nanoseconds(split, [UNIT, UNIT]) == (5, 4)
+
+
+def test_stages_on_one_rank_hand_over_without_a_transfer() -> None:
+    """A V of two ranks, transfers of 5: two of them down, none in the turn, two up."""
+    turn = parse([["0F0", "3F0", "3B0", "0B0"], ["1F0", "2F0", "2B0", "1B0"]])
+    times = [StageTimes(forward=1, backward_input=1, backward_weight=0, transfer=5)] * 4
+    assert end_nanoseconds(turn, times) == (4 + 4 + 4 * 5, 1 + 5 + 2 + 5 + 2 + 5 + 2)
+
+
+def test_joint_pairs_start_and_end_together() -> None:
+    """By hand, F = 1 and B = 2: the pair of 0F1 and 0B0 starts when 1B0 has ended (4), and 1F1 after the pair (7)."""
+    actions = parse([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]])
+    assert end_nanoseconds(actions, [UNIT, UNIT]) == (9, 7)
+    assert end_nanoseconds(actions, [UNIT, UNIT], frozenset({Action(0, "B", 0)})) == (12, 10)
 
 
 def test_what_is_held() -> None:
