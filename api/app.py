@@ -17,7 +17,7 @@ from api.jobs import Jobs
 from api.metrics import Metrics
 from api.middleware import BodyLimit, RequestContext
 from api.profiles import Profiles
-from api.routes import catalogue, exports, health, jobs, plans, predictions, profiles
+from api.routes import catalogue, exports, health, jobs, measurements, plans, predictions, profiles
 from api.settings import Settings
 from api.solver import Search, Work
 from api.solvers import Solvers
@@ -38,7 +38,7 @@ def create_app(settings: Settings | None = None, *, work: Work | None = None) ->
     )
     app.state.metrics = Metrics()
     problems.install(app)
-    for routes in (profiles, plans, jobs, predictions, catalogue, exports, health):
+    for routes in (profiles, plans, jobs, predictions, measurements, catalogue, exports, health):
         app.include_router(routes.router)
     app.include_router(pages.router)
     app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)

@@ -267,6 +267,11 @@ class Store:
         """Measured runs of a plan, newest first."""
         return self._rows(MeasurementRow, "FROM measurements WHERE plan_id = ? ORDER BY id DESC", plan_id)
 
+    def measured_plans(self) -> Iterator[tuple[int, str, str]]:
+        """Number of every measured run, its plan's document and its own, oldest first."""
+        columns = "SELECT measurements.id, plans.document, measurements.document FROM measurements"
+        yield from self._run(f"{columns} JOIN plans ON plans.id = measurements.plan_id ORDER BY measurements.id")
+
     # Within
 
     def _prepare(self, path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING
 from planner.cli.arguments import add_json
 from planner.cli.console import STDOUT, Progress, bold, check_output, data, table, words, write
 from planner.cli.failures import DONE
+from planner.cli.service import SCHEMES, exchange
 from planner.cli.units import gibibytes, percent, seconds, significant
 from planner.spec.calibration import DEFAULT, Calibration, Constants, dump
 from planner.spec.frameworks import find_framework
@@ -24,7 +27,10 @@ ANY = "*"
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
     parser.add_argument(
-        "--measurements", metavar="PATH", required=True, help="CSV file with one measured run per row, or a folder"
+        "--measurements",
+        metavar="PATH|URL",
+        required=True,
+        help="CSV file with one measured run per row, a folder of them, or the service that runs reported to",
     )
     parser.add_argument("--framework", metavar="NAME", help="fit this framework only (default: all)")
     parser.add_argument(
@@ -47,9 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.framework is not None:
         find_framework(arguments.framework, field="--framework")
     require_scipy()
-    path = Path(arguments.measurements)
-    remarks = read_remarks(path)
-    runs = read_runs(path).runs
+    with _measurements(arguments.measurements) as path:
+        remarks = read_remarks(path)
+        runs = read_runs(path).runs
     with Progress("fitting") as progress:
         progress.update(0, 1, f"reading {len(runs)} runs")
         usable = measured(runs, remarks)
@@ -60,6 +66,19 @@ def run(arguments: argparse.Namespace) -> int:
     before, after = outcomes(mine, remarks), outcomes(mine, remarks, constants_from(found))
     _publish(found, arguments, before, after)
     return DONE
+
+
+@contextmanager
+def _measurements(given: str) -> Iterator[Path]:
+    """The file or folder; what a service has stored is fetched into a file."""
+    if not given.startswith(SCHEMES):
+        yield Path(given)
+        return
+    _, _, text = exchange(f"{given.rstrip('/')}/v1/measurements.csv")
+    with tempfile.TemporaryDirectory(prefix="planner-calibrate-") as folder:
+        path = Path(folder) / "measurements.csv"
+        path.write_text(text, encoding="utf-8")
+        yield path
 
 
 def _publish(

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from planner.cli.inputs import profile_behind
-from planner.errors import DocumentError, RunError, UnsupportedError
+from planner.cli.service import WAIT_SECONDS, exchange
+from planner.errors import RunError, UnsupportedError
 from planner.spec import Cluster, Infeasible, Job, ModelProfile, Options, Plan, parse
 
-WAIT_SECONDS = 60.0
-"""For which a service is asked to hold a request open, and pause at most between two looks at a job."""
 SEARCH_SECONDS = 20.0
 """For each number of devices: ranks stand still meanwhile."""
 
@@ -136,33 +132,3 @@ def _ask(address: str, question: dict[str, Any]) -> Plan | Infeasible:
     if answer.get("status") == "infeasible":
         return parse(Infeasible, answer, where=address)
     return parse(Plan, answer, where=address)
-
-
-def exchange(url: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], Any]:
-    """POST a JSON document, or GET where there is none; returns status, headers and the answer's document.
-
-    Raises:
-        DocumentError: this is no address.
-        RunError: no answer, or a problem document.
-    """
-    if not url.startswith(("http://", "https://")):
-        raise DocumentError(f"{url!r} is no address of a service.", field="URL", mend="give http://HOST:PORT.")
-    encoded = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, encoded, {"Content-Type": "application/json", **headers})
-    try:
-        with urllib.request.urlopen(request, timeout=2 * WAIT_SECONDS) as response:
-            return response.status, dict(response.headers), json.load(response)
-    except urllib.error.HTTPError as error:
-        raise RunError(f"answered {error.code}: {_detail(error)}", field=url) from None
-    except (OSError, ValueError) as error:
-        raise RunError(
-            f"does not answer: {error}.", field=url, mend="start it with `planner serve`, or correct the address."
-        ) from None
-
-
-def _detail(error: urllib.error.HTTPError) -> str:
-    text = error.read().decode(errors="replace")
-    try:
-        return str(json.loads(text)["detail"])
-    except (ValueError, KeyError, TypeError):
-        return text[:500]

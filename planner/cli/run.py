@@ -17,12 +17,14 @@ from planner.cli.arguments import (
 from planner.cli.console import STDOUT, check_output, data, to_json, words, write
 from planner.cli.failures import DONE
 from planner.cli.run_text import run_text
+from planner.cli.service import check_address, exchange
+from planner.cli.units import percent
 from planner.errors import DocumentError
 from planner.executor.elastic import DEFAULT_COOLDOWN_SECONDS, DEFAULT_RESTARTS, ElasticPolicy
 from planner.executor.settings import DEFAULT_KEEP
 from planner.spec import MeasuredRun, Plan, read
 
-LOCAL_ONLY = ("output", "metrics", "reference_steps")
+LOCAL_ONLY = ("output", "metrics", "reference_steps", "report")
 ELASTIC_ONLY = ("planner", "restarts", "cooldown", "discover")
 """Options of the launcher here; on several nodes torchrun is started by the user."""
 
@@ -69,6 +71,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="train K steps in a single process too, and fail when the losses differ",
     )
+    add_option(
+        parser,
+        "--report",
+        str,
+        metavar="URL",
+        help="post measured.json to the service that made the plan: `planner serve`",
+    )
     _add_elastic(parser)
     add_json(parser, "print measured.json on stdout (on several nodes: the commands)")
 
@@ -110,6 +119,8 @@ def run(arguments: argparse.Namespace) -> int:
     plan = read(Plan, arguments.plan)
     model = arguments.model or model_of(plan)
     _check_elastic(arguments)
+    for name in ("report", "planner"):
+        check_address(getattr(arguments, name), option=f"--{name}")
     if len({row.node for row in plan.placement}) > 1:
         _print_commands(plan, model, arguments)
         return DONE
@@ -122,7 +133,16 @@ def run(arguments: argparse.Namespace) -> int:
         (words if arguments.output == STDOUT else data)(run_text(plan, measured))
     elif arguments.output != STDOUT:
         data(to_json(measured))
+    if arguments.report is not None:
+        _report(measured, arguments.report)
     return DONE
+
+
+def _report(measured: MeasuredRun, address: str) -> None:
+    """Tell a service what its plan came to."""
+    url = f"{address.rstrip('/')}/v1/plans/{measured.plan_id}/measurements"
+    _, _, stored = exchange(url, measured.model_dump(mode="json", by_alias=True))
+    words(f"stored as {stored['url']}: the step took {percent(stored['error'])} longer than predicted")
 
 
 def model_of(plan: Plan) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from planner.executor.exposed import exposed_seconds
 from planner.executor.mesh import Mesh
 from planner.executor.optimizer import Optimizer
 from planner.executor.sharding import local
@@ -60,7 +62,7 @@ def gather(
 ) -> MeasuredRun:
     """The document of the whole run, on every rank; a collective call.
 
-    A step takes as long as its slowest rank. The timeline is that of the step nearest to the median.
+    A step takes as long as its slowest rank. The timeline is that of the recorded step nearest to the median.
     """
     report = RankReport(mine, tuple(r.seconds for r in records), tuple(r.spans for r in records))
     reports: list[RankReport] = [report] * dist.get_world_size()
@@ -68,8 +70,11 @@ def gather(
     seconds = [max(each) for each in zip(*(report.seconds for report in reports), strict=True)]
     warm_up = min(WARM_UP_STEPS, len(seconds) - 1)
     median = statistics.median(seconds[warm_up:])
-    chosen = min(range(warm_up, len(seconds)), key=lambda step: abs(seconds[step] - median))
-    job = plan.request.job
+    recorded = [step for step in range(warm_up, len(seconds)) if records[step].spans]
+    chosen = min(recorded, key=lambda step: abs(seconds[step] - median))
+    actions = tuple(_action(report, span) for report in reports for span in report.spans[chosen])
+    exposed = exposed_seconds(plan, actions)
+    job, predicted = plan.request.job, plan.prediction
     return MeasuredRun(
         plan_id=plan.id,
         model=model,
@@ -80,9 +85,14 @@ def gather(
         step_seconds=tuple(seconds),
         median_step_seconds=median,
         tokens_per_second=job.global_batch_size * (job.sequence_length or 1) / median,
-        ranks=tuple(report.rank for report in reports),
-        actions=tuple(_action(report, span) for report in reports for span in report.spans[chosen]),
+        mfu=None if predicted.mfu is None else predicted.mfu * predicted.step_seconds / median,
+        ranks=tuple(_with_exposed(report.rank, exposed) for report in reports),
+        actions=actions,
     )
+
+
+def _with_exposed(rank: MeasuredRank, exposed: Mapping[int, float]) -> MeasuredRank:
+    return rank.model_copy(update={"exposed_communication_seconds": exposed[rank.rank]})
 
 
 def _action(report: RankReport, span: Span) -> MeasuredAction:

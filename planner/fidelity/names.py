@@ -68,7 +68,7 @@ def device_of(hardware: str, precision: str = "") -> str | None:
     """Catalogue id of the hardware that a row names; None when the catalogue lacks it."""
     from planner.spec.devices import catalogue
 
-    found = _first(_DEVICES, hardware)
+    found = hardware if hardware in catalogue() else _first(_DEVICES, hardware)
     return found if found in catalogue() else None
 
 

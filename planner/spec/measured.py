@@ -31,6 +31,8 @@ class MeasuredRank(Document):
     parameters_bytes: int = Field(default=0, ge=0)
     gradients_bytes: int = Field(default=0, ge=0)
     optimizer_bytes: int = Field(default=0, ge=0)
+    exposed_communication_seconds: float | None = Field(default=None, ge=0)
+    """Of the recorded step: waiting for tensors that another rank had made already, and for reduced gradients."""
 
 
 class Decision(Document):
@@ -76,6 +78,8 @@ class MeasuredRun(Document):
     median_step_seconds: float
     """Without the warm-up steps."""
     tokens_per_second: float
+    mfu: float | None = None
+    """Model FLOPs / (median_step_seconds x devices x peak), as in the plan; None: the device's peak is not known."""
     ranks: tuple[MeasuredRank, ...]
     actions: tuple[MeasuredAction, ...] = ()
     """Of the recorded step, the median one after warm-up."""

@@ -9,7 +9,7 @@ import pytest
 
 from api.settings import Settings
 from planner.cli.replan import FewerDevices, by_search, by_service, discovered_by
-from planner.errors import DocumentError, RunError, UnsupportedError
+from planner.errors import RunError, UnsupportedError
 from planner.spec import Cluster, Infeasible, Plan, read
 from tests.api.live import running
 from tests.cli.support import Command, tiny_cluster
@@ -63,8 +63,6 @@ def test_a_service_is_asked(planner: Command, plan_path: Path, tmp_path: Path) -
             search(wrong)
     with pytest.raises(RunError, match="does not answer"):
         search(tiny_cluster())
-    with pytest.raises(DocumentError, match="no address"):
-        by_service(plan, "localhost")(tiny_cluster())
 
 
 def test_several_nodes_are_no_matter_of_one_command(planner: Command, plan_path: Path) -> None:

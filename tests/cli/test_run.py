@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from api.settings import Settings
 from planner.executor.failure import read_stopped, write_stopped
 from planner.spec import MeasuredRun, Plan, read
 from planner.spec.measured import MeasuredRank
+from tests.api.live import running
 from tests.cli.support import Command, tiny_cluster, tiny_job
 
 SEQUENTIAL = "tests.cli.tiny_models:sequential"
@@ -113,6 +115,28 @@ def test_json_and_file(planner: Command, plan_path: Path, calls: list[dict[str, 
     assert ended.json == json.loads(path.read_text())
     assert read(MeasuredRun, path).steps == 2
     assert len(calls) == 1
+
+
+def test_a_run_is_reported_to_the_service_of_its_plan(
+    planner: Command, plan_path: Path, calls: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """It keeps the run beside the plan's prediction; a service without the plan is an error, after all is printed."""
+    request = read(Plan, plan_path).request
+    with running(Settings(port=0, database=tmp_path / "planner.db", concurrency=1, spare_solvers=0)) as live:
+        address = str(live.client.base_url)
+        unknown = planner("run", plan_path, "--model", "m:f", "--report", address, "--json")
+        assert unknown.code == 1
+        assert unknown.json["plan_id"] == request.id
+        assert "answered 404" in unknown.err
+        body = request.model_dump(mode="json", by_alias=True, include={"profile", "cluster", "job", "options"})
+        assert live.plan(body).json()["id"] == request.id
+        ended = planner("run", plan_path, "--model", "m:f", "--report", address)
+        assert "100.0 % longer than predicted" in ended.err
+        (kept,) = live.get(f"/v1/plans/{request.id}/measurements").json()["measurements"]
+        assert kept["url"] in ended.err
+    for words in (("--report", "here"), ("--elastic", "--planner", "localhost:80")):
+        assert "no address of a service" in planner("run", plan_path, "--model", "m:f", *words).err
+    assert len(calls) == 2, "a wrong address is told before anything is trained"
 
 
 def test_the_model_must_be_known(planner: Command, plan_path: Path) -> None:

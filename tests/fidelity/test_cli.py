@@ -74,6 +74,22 @@ def test_calibrate_prints_json(planner: Command, measurements: Path) -> None:
     assert "median before" in ended.err
 
 
+@pytest.mark.usefixtures("quick_fit")
+def test_calibrate_asks_a_service(planner: Command, measurements: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has stored is read as a file is."""
+    pytest.importorskip("scipy")
+    asked: list[str] = []
+
+    def exchange(url: str) -> tuple[int, dict[str, str], str]:
+        asked.append(url)
+        return 200, {}, measurements.read_text()
+
+    monkeypatch.setattr("planner.cli.calibrate.exchange", exchange)
+    ended = planner("calibrate", "--measurements", "http://here:1/", "--json")
+    assert ended.json["calibrations"][0]["rows"] == 20
+    assert asked == ["http://here:1/v1/measurements.csv"]
+
+
 def test_calibrate_refuses_unknown_frameworks(planner: Command, measurements: Path) -> None:
     """A framework is one of a fixed vocabulary, which is told."""
     ended = planner("calibrate", "--measurements", measurements, "--framework", "megatron")

@@ -1,0 +1,113 @@
+"""Stored measured runs as rows of a CSV file that `planner calibrate` reads; see `planner.fidelity.rows`."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable
+from typing import Any
+
+from planner.spec import MeasuredRun, Plan
+from profiler import catalogue
+
+COLUMNS = (
+    *("source_id", "system", "hardware", "model", "precision", "status", "notes"),
+    *("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "params", "experts", "topk", "attention"),
+    *("seq_len", "gpus", "gpus_per_node", "tp", "pp", "dp", "cp", "ep", "vp", "mbs", "gbs", "num_microbatches"),
+    *("schedule", "zero_fsdp", "recompute", "sequence_parallel", "step_s", "mem_gib", "mem_kind"),
+)
+"""What ran, the model, the layout, and what was measured."""
+GIBIBYTE = 2**30
+
+Row = dict[str, Any]
+
+
+def rows_text(runs: Iterable[tuple[int, str, str]]) -> str:
+    """The CSV file of all runs that have a row.
+
+    Args:
+        runs: number of the measurement, plan.json and measured.json of each.
+    """
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    for number, plan, measured in runs:
+        row = row_of(Plan.model_validate_json(plan), MeasuredRun.model_validate_json(measured), number)
+        if row is not None:
+            writer.writerow(row)
+    return text.getvalue()
+
+
+def row_of(plan: Plan, run: MeasuredRun, number: int) -> Row | None:
+    """One run; None where calibration can tell nothing from it: it needs a transformer of the catalogue, whose
+    dimensions are known, on a device of the catalogue, and one recompute mode for all layers."""
+    device = plan.request.cluster.node_groups[0].device
+    shape = _shape(plan.request.model)
+    _, *blocks, _ = (layer.recompute for stage in plan.stages for layer in stage.layers)  # embedding and head apart
+    modes = set(blocks)
+    if shape is None or not isinstance(device, str) or len(modes) != 1:
+        return None
+    told = {"source_id": f"measurement-{number}", "hardware": device, "recompute": modes.pop()}
+    return shape | _layout(plan) | _measured(run) | told
+
+
+def _shape(model: str | None) -> Row | None:
+    """Dimensions of a decoder of the catalogue; GPT-2 names them otherwise than all later ones."""
+    if model is None:
+        return None
+    entry = catalogue.entry(model)
+    config = entry.config or {}
+    hidden, heads = _first(config, "hidden_size", "n_embd"), _first(config, "num_attention_heads", "n_head")
+    if not entry.takes_tokens or hidden is None or heads is None:
+        return None
+    return {
+        "system": "planner",
+        "model": model,
+        "params": entry.parameters,
+        "layers": entry.layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": _first(config, "num_key_value_heads") or heads,
+        "ffn": _first(config, "moe_intermediate_size", "intermediate_size", "n_inner") or 4 * hidden,
+        "vocab": _first(config, "vocab_size"),
+        "experts": _first(config, "num_local_experts", "num_experts", "n_routed_experts") or "",
+        "topk": _first(config, "num_experts_per_tok") or "",
+    }
+
+
+def _first(config: dict[str, Any], *names: str) -> Any:
+    return next((config[name] for name in names if config.get(name) is not None), None)
+
+
+def _layout(plan: Plan) -> Row:
+    layout, job, nodes = plan.layout, plan.request.job, {row.node for row in plan.placement}
+    sizes = "-".join(str(len(stage.layers)) for stage in plan.stages)
+    return {
+        "precision": "pure bf16" if job.precision == "bf16" else job.precision,
+        "notes": f"stage sizes: {sizes}" if len(plan.stages) > 1 else "",
+        "attention": "sdpa",
+        "seq_len": job.sequence_length,
+        "gpus": len(plan.placement),
+        "gpus_per_node": len(plan.placement) // len(nodes),
+        "tp": layout.tensor_parallel_degree,
+        "pp": layout.pipeline_parallel_degree,
+        "dp": layout.data_parallel_degree,
+        "cp": layout.context_parallel_degree,
+        "ep": layout.expert_parallel_degree,
+        "vp": layout.virtual_stages_per_rank,
+        "mbs": layout.micro_batch_size,
+        "gbs": job.global_batch_size,
+        "num_microbatches": plan.micro_batches,
+        "schedule": layout.schedule,
+        "zero_fsdp": f"ZeRO-{layout.zero_stage}" if layout.zero_stage else "",
+        "sequence_parallel": int(layout.sequence_parallel),
+    }
+
+
+def _measured(run: MeasuredRun) -> Row:
+    return {
+        "status": "ok",
+        "step_s": run.median_step_seconds,
+        "mem_gib": max(rank.peak_bytes for rank in run.ranks) / GIBIBYTE,
+        "mem_kind": "max allocated, any rank",
+    }

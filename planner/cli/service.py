@@ -1,0 +1,54 @@
+"""A client of the planner's own service, for the commands that ask it or tell it something."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+from planner.errors import DocumentError, RunError
+
+WAIT_SECONDS = 60.0
+"""For which the service is asked to hold a request open, at most; it answers within twice as long, or is not there."""
+SCHEMES = ("http://", "https://")
+
+
+def check_address(address: str | None, *, option: str) -> None:
+    """Refuse what is no address; None is none given.
+
+    Raises:
+        DocumentError: naming the option.
+    """
+    if address is not None and not address.startswith(SCHEMES):
+        raise DocumentError(f"{address!r} is no address of a service.", field=option, mend="give http://HOST:PORT.")
+
+
+def exchange(url: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], Any]:
+    """POST a JSON document, or GET where there is none; returns status, headers and the answer: a document, or
+    text where it is none.
+
+    Raises:
+        RunError: no answer, or a problem document.
+    """
+    encoded = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, encoded, {"Content-Type": "application/json", **headers})
+    try:
+        with urllib.request.urlopen(request, timeout=2 * WAIT_SECONDS) as response:
+            text = response.read().decode()
+            is_json = response.headers.get_content_type() == "application/json"
+            return response.status, dict(response.headers), json.loads(text) if is_json else text
+    except urllib.error.HTTPError as error:
+        raise RunError(f"answered {error.code}: {_detail(error)}", field=url) from None
+    except (OSError, ValueError) as error:
+        raise RunError(
+            f"does not answer: {error}.", field=url, mend="start it with `planner serve`, or correct the address."
+        ) from None
+
+
+def _detail(error: urllib.error.HTTPError) -> str:
+    text = error.read().decode(errors="replace")
+    try:
+        return str(json.loads(text)["detail"])
+    except (ValueError, KeyError, TypeError):
+        return text[:500]
