@@ -30,7 +30,7 @@ def planned(instance: Given) -> Plan:
     return found
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(given_layouts())
 def test_plans_of_any_layout_hold(instance: Given) -> None:
     """All dimensions, all schedules that a plan can tell: every number is the recomputed one."""
@@ -58,7 +58,7 @@ def changed(value: Any, step_seconds: float, up: bool) -> Any:
     return value * (1.001 if up else 0.999) or step_seconds / 1000
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(given_layouts(), st.data())
 def test_no_number_can_be_changed(instance: Given, data: st.DataObject) -> None:
     """One number of a plan, drawn from all of them, is changed: the check finds it, or the plan cannot be read."""

@@ -16,7 +16,7 @@ from tests.validate.schedules import schedules
 UNIT = StageTimes(forward=1, backward_input=1, backward_weight=1, transfer=0)
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(schedules(), st.data())
 def test_ends_and_holdings_are_the_simulators(schedule: Schedule, data: st.DataObject) -> None:
     """Two players of the same lists agree on every rank's end and on what it holds of every stage: several stages per

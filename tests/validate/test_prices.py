@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cost import layout_costs, predict_step, schedule_of, workload
+from planner.cost import Workload, layout_costs, placement, predict_step, schedule_of, workload
 from planner.cost.communication import Group
 from planner.cost.communication import collective_seconds as cost_collective_seconds
 from planner.cost.compute import computation
 from planner.cost.step import choose
 from planner.spec.calibration import Constants
+from planner.spec.layout import Layout
 from planner.spec.profile import Measurement, Operation
 from planner.validate.actions import parse
-from planner.validate.facts import Spread
+from planner.validate.facts import Facts, Spread, gather
 from planner.validate.formulas import Machine, collective_seconds, layer_seconds
+from planner.validate.memory import StageMap
 from planner.validate.prediction import StepCheck
 from planner.validate.prices import Prices
 from tests.brute_force import facts, layouts, stage_maps
 from tests.builders import device, link
 from tests.strategies import Instance, instances
+from tests.validate.instances import Given, given_layouts
 
 amounts = st.integers(0, 10**12)
 operations = st.builds(
@@ -107,6 +112,17 @@ def test_collectives_agree(operation: Any, size: int, nodes: int, fullest: int, 
     assert one == pytest.approx(other)
 
 
+steps = st.builds(
+    Constants,
+    collective_seconds=st.just(0.0) | st.just(1.00003e-6),
+    transfer_seconds=st.just(0.0) | st.just(3.0000007e-6),
+    optimizer_passes=st.floats(1, 3),
+    step_seconds=st.just(0.0) | st.just(5e-6),
+    allocated_factor=st.floats(1, 2),
+    workspace_bytes=st.just(0.0) | st.just(1000.5),
+)
+
+
 @settings(max_examples=60)
 @given(instances(), st.integers(0, 3), st.data())
 def test_predictions_agree(instance: Instance, zero: int, data: st.DataObject) -> None:
@@ -117,7 +133,25 @@ def test_predictions_agree(instance: Instance, zero: int, data: st.DataObject) -
     layout = data.draw(st.sampled_from(possible)).model_copy(update={"zero_stage": zero})
     known = facts(instance.profile, instance.cluster, instance.job, layout)
     stage_map = data.draw(st.sampled_from(list(stage_maps(known))))
-    costs = layout_costs(workload(instance.profile, instance.cluster, instance.job), layout)
+    _agree(workload(instance.profile, instance.cluster, instance.job), layout, known, stage_map)
+
+
+@settings(max_examples=60)
+@given(given_layouts(), steps)
+def test_predictions_agree_under_fitted_constants(instance: Given, constants: Constants) -> None:
+    """Of every dimension and schedule too, with host time per exchange, collective and step, and allocated bytes."""
+    layout = Layout.model_validate(instance.layout.model_dump(exclude={"layers_per_stage"}))
+    work = workload(instance.profile, instance.cluster, instance.job, constants=constants)
+    places = placement(layout, work.devices_per_node)
+    count = layout.micro_batches(instance.job.global_batch_size)
+    known = gather(instance.profile, instance.cluster, instance.job, layout, places, count)
+    modes = iter(enumerate(next(reversed(known.rows(one))) for one in instance.profile.layers))
+    stage_map = tuple(tuple(islice(modes, count)) for count in instance.layout.layers_per_stage or ())
+    _agree(work, layout, replace(known, constants=constants), stage_map)
+
+
+def _agree(work: Workload, layout: Layout, known: Facts, stage_map: StageMap) -> None:
+    costs = layout_costs(work, layout)
     schedule = schedule_of(costs)
     one = predict_step(costs, schedule, choose(costs, stage_map))
     other = StepCheck(Prices(known), stage_map, parse(schedule.to_text())).prediction()

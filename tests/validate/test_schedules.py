@@ -31,7 +31,7 @@ def test_what_runs_can_be_told() -> None:
     assert not [name for name in names(runnable_only=True) if RULES[name].refused]
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(schedules())
 def test_rules_are_the_schedules(schedule: Schedule) -> None:
     """Stages stand where the rule puts them, pairs are those of the schedule, ranks hold what the closed form says."""
