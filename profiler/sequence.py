@@ -13,6 +13,9 @@ place, for two ways to cut a sequence:
                           gets its part, for by then all that later chunks had to add has been added (Sun et al. 2024,
                           "Seq1F1B").
 
+Queries of a piece are the last ones of its keys, so attention is causal from the lower right corner: no mask is made
+where the kernel knows that (`use_lower_right`).
+
 No model needs a case of its own; one that mixes its tokens in any other way is refused (`check_pieces`).
 """
 
@@ -20,12 +23,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward, use_gqa_in_sdpa
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from planner.errors import UnsupportedError
 from profiler.models import ModelSource
@@ -34,23 +44,24 @@ from profiler.transformer_cut import TransformerChain, meta_friendly
 Gather = Callable[[Tensor], Tensor]
 """(..., tokens of a piece, width) -> (..., tokens of the chunk, width): the pieces of all context-parallel ranks."""
 KEYS, VALUES = 0, 1
+LOWER_RIGHT = "planner-lower-right"
+"""Our attention's name in transformers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens start..start + tokens (exclusive) of a sequence, of the chunk from `chunk_start` to `seen` (exclusive)."""
+    """Tokens start..stop (exclusive) of a sequence, of the chunk from `chunk_start` to `chunk_stop` (exclusive)."""
 
     start: int
-    tokens: int
+    stop: int
     chunk_start: int
-    seen: int
-    """Keys that the chunk's attention has: all up to its end."""
+    chunk_stop: int
     sequence_tokens: int
 
     @property
     def is_alone(self) -> bool:
         """The chunk is the whole sequence: nothing is kept for others."""
-        return self.seen - self.chunk_start == self.sequence_tokens
+        return self.chunk_stop - self.chunk_start == self.sequence_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +86,9 @@ class Pieces:
     def piece(self, chunk: int) -> Piece:
         """This rank's piece of a chunk."""
         length = self.sequence_tokens // self.chunks
-        start = chunk * length
-        return Piece(start + self.context_rank * self.tokens, self.tokens, start, start + length, self.sequence_tokens)
+        chunk_start = chunk * length
+        start = chunk_start + self.context_rank * self.tokens
+        return Piece(start, start + self.tokens, chunk_start, chunk_start + length, self.sequence_tokens)
 
 
 @dataclass(slots=True)
@@ -121,20 +133,19 @@ class PastKeys:
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Number of keys, and position of the first."""
-        return self._piece.seen, 0
+        return self._piece.stop, 0
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Any, Any]:
-        """Keys and values (..., tokens, width) of the piece -> those of all tokens up to the chunk's end."""
+        """Keys and values (..., tokens, width) of the piece -> those of all tokens up to the piece's end."""
         return self._join(key_states, layer_idx, KEYS), self._join(value_states, layer_idx, VALUES)
 
     def _join(self, states: Tensor, layer: int, kind: int) -> Tensor:
         if self._kept.gather is not None:
             states = self._kept.gather(states)
-        if self._piece.is_alone:
-            return states
-        whole = self._kept.wholes.setdefault((layer, kind), _Whole())
-        joined: Tensor = _Join.apply(states, whole, self._piece)  # type: ignore[no-untyped-call]
-        return joined
+        if not self._piece.is_alone:
+            whole = self._kept.wholes.setdefault((layer, kind), _Whole())
+            states = _Join.apply(states, whole, self._piece)  # type: ignore[no-untyped-call]
+        return states.narrow(-2, 0, self._piece.stop)
 
 
 class _Join(torch.autograd.Function):
@@ -147,8 +158,8 @@ class _Join(torch.autograd.Function):
             whole.values = states.new_empty((*states.shape[:-2], piece.sequence_tokens, states.shape[-1]))
         # `data`: earlier chunks have saved the beginning of this tensor for their backward, and autograd refuses what
         # has been written since; but it is behind what they have saved.
-        whole.values.data[..., piece.chunk_start : piece.seen, :] = states
-        return whole.values[..., : piece.seen, :]
+        whole.values.data[..., piece.chunk_start : piece.chunk_stop, :] = states
+        return whole.values[..., : piece.chunk_stop, :]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -156,8 +167,8 @@ class _Join(torch.autograd.Function):
         if whole.gradients is None:
             whole.gradients = gradient.clone()
         else:
-            whole.gradients[..., : piece.seen, :] += gradient
-        return whole.gradients[..., piece.chunk_start : piece.seen, :], None, None
+            whole.gradients[..., : piece.chunk_stop, :] += gradient
+        return whole.gradients[..., piece.chunk_start : piece.chunk_stop, :], None, None
 
 
 def gather_over(group: dist.ProcessGroup) -> Gather:
@@ -192,6 +203,72 @@ class _Gather(torch.autograd.Function):
         return operations.wait_tensor(summed), None
 
 
+def use_lower_right(model: Any) -> None:
+    """Let a model of transformers, in place, attend causally from fewer queries than keys without a mask, where it
+    lets others choose its attention and would take torch's scaled dot product."""
+    if not model._supports_attention_backend or model.config._attn_implementation != "sdpa":
+        return
+    AttentionInterface.register(LOWER_RIGHT, _attention)
+    AttentionMaskInterface.register(LOWER_RIGHT, _mask)
+    model.config._attn_implementation = LOWER_RIGHT
+
+
+def _mask(*, q_length: int, kv_length: int, q_offset: int, mask_function: Any, **others: Any) -> Tensor | None:
+    """None where attention is causal and nothing else."""
+    plain = mask_function is causal_mask_function and others.get("attention_mask") is None
+    if plain and others.get("allow_is_causal_skip", True) and kv_length == q_offset + q_length:
+        return None
+    mask: Tensor | None = sdpa_mask(
+        q_length=q_length, kv_length=kv_length, q_offset=q_offset, mask_function=mask_function, **others
+    )
+    return mask
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Query (batch, heads, queries, width), key and value (batch, key heads, keys, width) -> (batch, queries, heads,
+    width), as transformers' own."""
+    wish = options.get("is_causal")
+    is_causal = getattr(module, "is_causal", True) if wish is None else wish
+    queries, keys = query.shape[2], key.shape[2]
+    if attention_mask is None and is_causal and queries < keys:
+        corner = _corner(queries, keys)
+        if options.get("position_bias") is None:
+            return _flash(module, query, key, value, corner, **options), None
+        attention_mask = corner._materialize(query.device)[None, None]
+    attended: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    return attended
+
+
+@cache
+def _corner(queries: int, keys: int) -> CausalBias:
+    """torch's word for a causal mask from the lower right corner."""
+    with _disable_current_modes():  # they would take it for a tensor
+        return causal_lower_right(queries, keys)
+
+
+def _flash(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    corner: CausalBias,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **_: Any,
+) -> Tensor:
+    groups = query.shape[1] // key.shape[1]
+    grouped = groups > 1 and use_gqa_in_sdpa(None, key, value)
+    if not grouped:
+        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    attended = functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=corner, dropout_p=dropout, scale=scaling, enable_gqa=grouped
+    )
+    return attended.transpose(1, 2).contiguous()
+
+
 def check_pieces(source: ModelSource) -> None:
     """Refuse a model that cannot run on pieces of its sequence.
 
@@ -216,6 +293,7 @@ def _check_attention(source: ModelSource, blocks: int) -> None:
     for rank in range(2):
         kept = KeyValues(Pieces(8, chunks=2, context_ranks=2, context_rank=rank), _twice)
         model = source.build_on_meta()
+        use_lower_right(model)
         for chunk in range(2):
             try:
                 with meta_friendly():

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -68,6 +69,8 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    if isinstance(attn_mask, CausalBias):
+        attn_mask, is_causal = None, True
     if attn_mask is not None or query.shape[-1] != value.shape[-1]:
         groups = query.shape[1] // key.shape[1] if enable_gqa else 1
         key, value = (each.repeat_interleave(groups, 1) if groups > 1 else each for each in (key, value))

@@ -35,6 +35,7 @@ from profiler import tensor_parallel
 from profiler.cut import LayerCut
 from profiler.models import ModelSource
 from profiler.parameters import hidden_matrices
+from profiler.sequence import use_lower_right
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +144,9 @@ def build_rank(
         if stage.pipeline_rank == mesh.pipeline
     }
     stages = {index: _fill_stage(source, layers, fill, device, seed) for index, layers in mine.items()}
+    if pieces.is_split:
+        for stage in stages.values():
+            use_lower_right(stage)
     tie(list(stages.values()), cut.shared_parameters)
     partial = _shard(plan, {mine[index]: stage for index, stage in stages.items()}, source, mesh)
     module = merge(list(stages.values()))

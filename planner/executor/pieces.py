@@ -56,7 +56,7 @@ def split_targets(targets: torch.Tensor, pieces: Pieces, micro_batches: int) -> 
 
 def _ranges(pieces: Pieces) -> list[tuple[int, int]]:
     found = [pieces.piece(chunk) for chunk in range(pieces.chunks)]
-    return [(piece.start, piece.start + piece.tokens) for piece in found]
+    return [(piece.start, piece.stop) for piece in found]
 
 
 class StagePieces:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from planner.errors import UnsupportedError
 from profiler.models import ModelSource, load_model
 from profiler.recompute import recompute
-from profiler.sequence import KeyValues, Pieces, check_pieces
+from profiler.sequence import KeyValues, Pieces, check_pieces, use_lower_right
 from tests.executor.plans import CONFIGS, LLAMA
 
 SEQUENCE = 16
@@ -86,6 +86,7 @@ def test_chunks_compute_what_the_whole_computes(name: str, recomputes: bool, tmp
         blocks = [layer.modules[0] for layer in source.cut().layers if layer.recomputable]
         for index, block in enumerate(blocks):
             recompute(model.get_submodule(block), "full" if index % 2 else "selective")
+    use_lower_right(model)
     kept = KeyValues(Pieces(SEQUENCE, chunks=4))
     outputs = [
         model(piece, past_key_values=kept.past(chunk), use_cache=True).logits
@@ -99,11 +100,12 @@ def test_chunks_compute_what_the_whole_computes(name: str, recomputes: bool, tmp
 
 
 def test_pieces_of_chunks_stand_side_by_side() -> None:
-    """Chunks come one after the other; within one, the pieces of the ranks; each sees all up to its chunk's end."""
+    """Chunks come one after the other; within one, the pieces of the ranks; each sees all up to its own end."""
     pieces = [Pieces(24, chunks=2, context_ranks=3, context_rank=rank) for rank in range(3)]
     places = [[each.piece(chunk).start for each in pieces] for chunk in range(2)]
     assert places == [[0, 4, 8], [12, 16, 20]]
-    assert [pieces[1].piece(chunk).seen for chunk in range(2)] == [12, 24]
+    assert [[each.piece(chunk).stop for each in pieces] for chunk in range(2)] == [[4, 8, 12], [16, 20, 24]]
+    assert [pieces[1].piece(chunk).chunk_stop for chunk in range(2)] == [12, 24]
     assert pieces[0].tokens == 4
     assert Pieces(24, context_ranks=3).piece(0).is_alone
     assert not Pieces(24).is_split
