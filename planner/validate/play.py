@@ -76,13 +76,25 @@ def end_nanoseconds(
     return tuple(play.clock)
 
 
+class _Wait(NamedTuple):
+    """What an action of one stage and kind waits for, and how long it lasts."""
+
+    lasts: int
+    source: tuple[int, bool] | None
+    """Stage that makes its input, and whether that is an output or a gradient; None: it waits for nothing."""
+    transfer: int
+
+
 class _Play:
     """The state of all ranks."""
 
     def __init__(self, actions: Actions, stages: Sequence[StageTimes], pairs: frozenset[tuple[int, str, int]]) -> None:
         self.clock, self.place = [0] * len(actions), [0] * len(actions)
-        self._actions, self._stages, self._pairs = actions, stages, pairs
-        self._owners = owners(actions)
+        self._actions, self._pairs = actions, pairs
+        held_by = owners(actions)
+        self._waits = {
+            (stage, kind): _wait(stages, held_by, stage, kind) for stage in range(len(stages)) for kind in "FBIW"
+        }
         self._made: dict[tuple[int, bool, int], int] = {}
         """When the output (True) or the input gradient (False) of a stage and micro-batch is done."""
 
@@ -90,35 +102,37 @@ class _Play:
         """Run a rank's actions until one has to wait; did any run?"""
         first = self.place[rank]
         while together := self._next(rank):
-            arrivals = [self._arrival(action) for action in together]
-            known = [arrival for arrival in arrivals if arrival is not None]
-            if len(known) < len(arrivals):
-                break
-            lasts = sum(self._stages[action.stage].of(action.kind) for action in together)
-            self.clock[rank] = max(self.clock[rank], *known) + lasts
+            start, lasts = self.clock[rank], 0
+            for stage, kind, unit in together:
+                wait = self._waits[stage, kind]
+                lasts += wait.lasts
+                if wait.source is not None:
+                    made = self._made.get((*wait.source, unit))
+                    if made is None:
+                        return self.place[rank] > first
+                    start = max(start, made + wait.transfer)
+            self.clock[rank] = start + lasts
             for stage, kind, unit in together:
                 if kind != "W":
-                    self._made[stage, kind == "F", unit] = self.clock[rank]
+                    self._made[stage, kind == "F", unit] = start + lasts
             self.place[rank] += len(together)
         return self.place[rank] > first
 
     def _next(self, rank: int) -> Sequence[Action]:
         """The rank's next action, with the one that is paired with it."""
         one, place = self._actions[rank], self.place[rank]
-        count = 2 if place + 1 < len(one) and one[place + 1] in self._pairs else 1
-        return one[place : place + count]
+        is_pair = self._pairs and place + 1 < len(one) and one[place + 1] in self._pairs
+        return one[place : place + 2] if is_pair else one[place : place + 1]
 
-    def _arrival(self, action: Action) -> int | None:
-        """When the action's input is there; None: not yet known."""
-        stage, kind, unit = action
-        is_forward = kind == "F"
-        source = stage - 1 if is_forward else stage + 1
-        if kind == "W" or not 0 <= source < len(self._stages):
-            return 0
-        made = self._made.get((source, is_forward, unit))
-        if made is None or self._owners.get(source) == self._owners[stage]:
-            return made
-        return made + self._stages[min(source, stage)].transfer
+
+def _wait(stages: Sequence[StageTimes], held_by: Mapping[int, int], stage: int, kind: str) -> _Wait:
+    """Equation (W2)."""
+    source = stage - 1 if kind == "F" else stage + 1
+    lasts = stages[stage].of(kind)
+    if kind == "W" or not 0 <= source < len(stages):
+        return _Wait(lasts, None, 0)
+    is_at_hand = held_by.get(source) == held_by.get(stage)
+    return _Wait(lasts, (source, kind == "F"), 0 if is_at_hand else stages[min(source, stage)].transfer)
 
 
 def owners(actions: Actions) -> Mapping[int, int]:

@@ -36,12 +36,14 @@ class StepCheck:
         """What the prices stand on."""
         return self.prices.facts
 
-    def prediction(self) -> Prediction:
-        """All that a plan promises about time and memory."""
+    def prediction(self) -> Prediction | None:
+        """All that a plan promises about time and memory; None when nothing takes any time."""
         times = self._times()
         ends = self._ends(times)
         totals = self.step_totals(ends)
         step = max(totals)
+        if step == 0:
+            return None
         last, seconds = totals.index(step), step * NANOSECOND
         job = self.facts.job
         return Prediction(
@@ -158,10 +160,10 @@ def check_prediction(plan: Plan, facts: Facts, findings: Findings) -> None:
     order = {layer.name: index for index, layer in enumerate(facts.profile.layers)}
     stage_map = [[(order[layer.name], layer.recompute) for layer in stage.layers] for stage in plan.stages]
     step = StepCheck(Prices(facts), stage_map, parse(plan.actions))
-    if step.step_nanoseconds() == 0:
+    recomputed = step.prediction()
+    if recomputed is None:
         findings.wrong("prediction.step_seconds", f"the plan says {plan.prediction.step_seconds}, recomputed 0.")
         return
-    recomputed = step.prediction()
     _check_time(plan.prediction, recomputed, findings)
     _check_breakdown(plan.prediction, recomputed, findings)
     _check_memory(plan.prediction, recomputed, findings)

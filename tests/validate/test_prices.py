@@ -155,6 +155,7 @@ def _agree(work: Workload, layout: Layout, known: Facts, stage_map: StageMap) ->
     schedule = schedule_of(costs)
     one = predict_step(costs, schedule, choose(costs, stage_map))
     other = StepCheck(Prices(known), stage_map, parse(schedule.to_text())).prediction()
+    assert other is not None
     assert one.memory == other.memory
     assert one.model_dump(exclude={"memory", "breakdown"}) == pytest.approx(
         other.model_dump(exclude={"memory", "breakdown"})
