@@ -150,7 +150,9 @@ class ModelSource:
 
     def expert_parallel_degrees(self) -> tuple[int, ...]:
         """Degrees that the model's experts can be shared out by; (1,) where it has none."""
-        return (1,)
+        from profiler.expert_parallel import degrees
+
+        return degrees(self)
 
     def can_split_sequences(self) -> bool:
         """Can tensor-parallel ranks share out the tokens between their regions? (`profiler.sequence_parallel`)"""

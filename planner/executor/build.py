@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 
 import torch
@@ -12,14 +13,15 @@ import torch.distributed as dist
 from torch import nn
 
 from planner.errors import LayoutError, MismatchError
+from planner.executor.expert_parallel import check_experts, keep_share, share_experts
 from planner.executor.gradients import SharedCopy
 from planner.executor.loss import loss_of_pieces
-from planner.executor.materialise import Materialise, materialise
+from planner.executor.materialise import Materialise, keep_all, materialise
 from planner.executor.mesh import Mesh
 from planner.executor.optimizer import COMPUTE_DTYPE, Optimizer
 from planner.executor.pieces import StagePieces, pieces_of
 from planner.executor.rank_module import merge, tie
-from planner.executor.replicas import GradientReducer, Reducer
+from planner.executor.replicas import GradientReducer, Reducer, Reducers
 from planner.executor.runtime import Loss, PipelineRuntime
 from planner.executor.scaling import LossScaler, scaler_for
 from planner.executor.sequence_parallel import sequence_plan, share_sequence
@@ -143,7 +145,8 @@ def build_rank(
         for stage, layers in zip(plan.stages, stage_ranges(plan, cut), strict=True)
         if stage.pipeline_rank == mesh.pipeline
     }
-    stages = {index: _fill_stage(source, layers, fill, device, seed) for index, layers in mine.items()}
+    check_experts(source, mesh.grid.expert)
+    stages = {index: _fill_stage(source, layers, fill, device, seed, mesh) for index, layers in mine.items()}
     if pieces.is_split:
         for stage in stages.values():
             use_lower_right(stage)
@@ -168,9 +171,6 @@ def build_rank(
             is_shared = plan.layout.sequence_parallel and 0 < layer < len(cut.layers) - 1
             streams.attach(cut.parts(stages[index], layer), rank=mesh.tensor if is_shared else 0)
     recorder = Recorder(device)
-    reducer: Reducer | None = shards
-    if reducer is None and mesh.grid.data * mesh.grid.context > 1:
-        reducer = GradientReducer({index: stage.parameters() for index, stage in stages.items()}, mesh.data_group)
     runtime = PipelineRuntime(
         [
             _timed_stage(plan, source, mesh, index, layers, stages[index], recorder, streams, device)
@@ -182,7 +182,7 @@ def build_rank(
         replicas=mesh.grid.data,
         loss=loss_of_pieces(loss, pieces),
         recorder=recorder,
-        reducer=reducer,
+        reducer=shards if shards is not None else _reducer(stages, mesh),
         scaler=scaler,
     )
     return RankPart(
@@ -200,7 +200,7 @@ def build_rank(
 
 
 def _fill_stage(
-    source: ModelSource, layers: StageRange, fill: Materialise, device: torch.device, seed: int
+    source: ModelSource, layers: StageRange, fill: Materialise, device: torch.device, seed: int, mesh: Mesh
 ) -> nn.Module:
     """A stage with its values, cut out of a model of its own."""
     return fill(
@@ -208,13 +208,28 @@ def _fill_stage(
         lambda model: source.cut().stage(model, layers.start, layers.stop, recompute=layers.recompute),
         device=device,
         seed=seed,
+        narrow=keep_all if mesh.expert_mesh is None else partial(keep_share, source, mesh.expert_mesh),
     )
+
+
+def _reducer(stages: Mapping[int, nn.Module], mesh: Mesh) -> Reducer | None:
+    """Adds gradients up over replicas; None without any. Experts are the same on fewer ranks than all else."""
+    if mesh.data_group.size() == 1:
+        return None
+    held = {index: list(dict.fromkeys(stage.parameters())) for index, stage in stages.items()}
+    dense = {index: [each for each in found if not mesh.holds_experts(each)] for index, found in held.items()}
+    reducer = GradientReducer(dense, mesh.data_group)
+    if mesh.experts is None or mesh.experts["edp"].size() == 1:
+        return reducer
+    experts = {index: [each for each in found if mesh.holds_experts(each)] for index, found in held.items()}
+    return Reducers((reducer, GradientReducer(experts, mesh.experts["edp"].get_group())))
 
 
 def _shard(
     plan: Plan, stages: dict[StageRange, nn.Module], source: ModelSource, mesh: Mesh
 ) -> tuple[nn.Parameter, ...]:
-    """Shard the stages over the tensor-parallel group; returns parameters whose gradients are partial sums."""
+    """Shard the stages over the tensor- and expert-parallel groups; returns parameters whose gradients are partial sums
+    over the tensor-parallel one."""
     whole = tied_modules(stages.values())
     partial: list[nn.Parameter] = []
     for layers, stage in stages.items():
@@ -223,6 +238,8 @@ def _shard(
         partial += shard_tensors(stage, styles, mesh, whole=whole, sequence=sequence)
         if sequence is not None:
             share_sequence(stage, source, range(layers.start, layers.stop), sequence, mesh.tensor_mesh)
+        if mesh.expert_mesh is not None:
+            share_experts(stage, source, mesh.expert_mesh)
     return tuple(partial)
 
 

@@ -79,14 +79,17 @@ def total_norm(
     pieces = set() if shards is None else shards.split()
     found = {id(parameter): parameter for parameter in parameters if parameter.grad is not None}
     again = {id(copy.parameter) for copy in copies if not copy.is_owner}
-    squares = torch.zeros(2, dtype=torch.float64, device=mesh.device_mesh.device_type)
+    squares = torch.zeros(3, dtype=torch.float64, device=mesh.device_mesh.device_type)
     for key, parameter in found.items():
         if key not in again and parameter.grad is not None:
             split = key in pieces or is_split(parameter.grad)
-            squares[0 if split else 1] += local(parameter.grad).double().square().sum()
+            place = 2 if mesh.holds_experts(parameter.grad) else 0 if split else 1
+            squares[place] += local(parameter.grad).double().square().sum()
     if shards is not None:
         dist.all_reduce(squares, group=mesh.data_group)
     dist.all_reduce(squares[:1], group=mesh.tensor_group)
+    if mesh.expert_mesh is not None:
+        dist.all_reduce(squares[2:], group=mesh.expert_mesh.get_group())
     dist.all_reduce(squares, group=mesh.pipeline_group)
     return float(squares.sum().sqrt())
 

@@ -18,6 +18,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 from unittest import mock
 
@@ -30,22 +31,40 @@ from profiler.models import ModelSource
 
 Prepare = Callable[[nn.Module], nn.Module]
 """Takes a whole model whose parameters may have no storage, returns the part of it that a rank holds."""
+Narrow = Callable[[str, nn.Module], None]
+"""Takes a module, by its qualified name, as soon as all that is in it has its values, and may let go of some."""
 
 
 class Materialise(Protocol):
     """Builds what `prepare` leaves of a model."""
 
-    def __call__(self, source: ModelSource, prepare: Prepare, *, device: torch.device, seed: int) -> nn.Module:
+    def __call__(
+        self, source: ModelSource, prepare: Prepare, *, device: torch.device, seed: int, narrow: Narrow
+    ) -> nn.Module:
         """The part of the model on the device."""
 
 
-def without_values(source: ModelSource, prepare: Prepare, *, device: torch.device, seed: int) -> nn.Module:
+def keep_all(name: str, module: nn.Module) -> None:
+    """A `Narrow` that lets go of nothing."""
+
+
+def without_values(
+    source: ModelSource, prepare: Prepare, *, device: torch.device, seed: int, narrow: Narrow = keep_all
+) -> nn.Module:
     """What `prepare` leaves of the model, with shapes but without storage: for dry runs, on the device ``meta``."""
-    return prepare(source.build_on_meta()).to(device)
+    part = prepare(source.build_on_meta()).to(device)
+    for name, module in list(part.named_modules()):
+        narrow(name, module)
+    return part
 
 
-def materialise(source: ModelSource, prepare: Prepare, *, device: torch.device, seed: int) -> nn.Module:
+def materialise(
+    source: ModelSource, prepare: Prepare, *, device: torch.device, seed: int, narrow: Narrow = keep_all
+) -> nn.Module:
     """Build what `prepare` leaves of the model on the device, with the initial values of this seed.
+
+    Args:
+        narrow: so that no more than one module stands whole at a time; only where the tree is transformers' own.
 
     Raises:
         UnsupportedError: a parameter is left without a value by the model's own rules.
@@ -58,8 +77,7 @@ def materialise(source: ModelSource, prepare: Prepare, *, device: torch.device, 
         model = source.build()
     owners = _owners(model, source.cut().shared_parameters)
     part = prepare(model)
-    _allocate(part, device)
-    _initialise(part, device, seed)
+    _initialise(part, device, seed, before=partial(_allocate_own, {}, device), after=narrow)
     for owner in owners:
         _settle_shared(part, owner, part, device, seed)
     _refuse_missing_values(part)
@@ -82,32 +100,52 @@ def _as_parameter(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     return parameter if parameter.is_meta and data.is_meta else nn.Parameter(data, parameter.requires_grad)
 
 
-def _allocate(module: nn.Module, device: torch.device) -> None:
-    """Storage for every parameter, filled with NaN so that a forgotten one is noticed; ties are kept."""
-    made: dict[int, nn.Parameter] = {}
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) not in made:
-                empty = torch.full(parameter.shape, torch.nan, dtype=parameter.dtype, device=device)
-                made[id(parameter)] = _as_parameter(parameter, empty)
-            part._parameters[name] = made[id(parameter)]
-        for name, buffer in part._buffers.items():
-            if buffer is not None:
-                part._buffers[name] = buffer.to(device)
+def _allocate_own(made: dict[nn.Parameter, nn.Parameter], device: torch.device, module: nn.Module) -> None:
+    """Storage for every parameter of the module itself, filled with NaN so that a forgotten one is noticed.
+
+    Args:
+        made: parameters with storage by those without, so that ties are kept.
+    """
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        if parameter not in made:
+            empty = torch.full(parameter.shape, torch.nan, dtype=parameter.dtype, device=device)
+            made[parameter] = _as_parameter(parameter, empty)
+        module._parameters[name] = made[parameter]
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = buffer.to(device)
 
 
-def _initialise(module: nn.Module, device: torch.device, seed: int, *, name: str = "", rules: Any = None) -> None:
+def _as_it_is(module: nn.Module) -> None:
+    """Nothing is done before a module is initialised."""
+
+
+def _initialise(
+    module: nn.Module,
+    device: torch.device,
+    seed: int,
+    *,
+    name: str = "",
+    rules: Any = None,
+    before: Callable[[nn.Module], None] = _as_it_is,
+    after: Narrow = keep_all,
+) -> None:
     """Children first, as transformers does: a block may re-scale what its children drew.
 
-    `rules` is the nearest enclosing `PreTrainedModel`, whose `_init_weights` holds for everything below it.
+    Args:
+        rules: the nearest enclosing `PreTrainedModel`, whose `_init_weights` holds for everything below it.
+        before, after: called with every module.
     """
     rules = module if hasattr(module, "_init_weights") else rules
     for child_name, child in module.named_children():
-        _initialise(child, device, seed, name=f"{name}.{child_name}" if name else child_name, rules=rules)
+        below = f"{name}.{child_name}" if name else child_name
+        _initialise(child, device, seed, name=below, rules=rules, before=before, after=after)
+    before(module)
     with _stream(seed, name, device), torch.no_grad():
         rules._init_weights(module)
+    after(name, module)
 
 
 @contextmanager
@@ -153,8 +191,8 @@ def _settle_shared(part: nn.Module, owner: _Owner, rules: Any, device: torch.dev
     if not held:
         return
     module = copy.deepcopy(owner.module)
-    _allocate(module, device)
-    _initialise(module, device, seed, name=owner.module_name, rules=rules)
+    allocate = partial(_allocate_own, {}, device)
+    _initialise(module, device, seed, name=owner.module_name, rules=rules, before=allocate)
     with torch.no_grad():
         for parameter in held:
             parameter.copy_(module.get_parameter(owner.attribute))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from planner.executor.support import Grid
 
@@ -24,6 +25,17 @@ class Mesh:
     summed: DeviceMesh
     """Data and context axis as one."""
     grid: Grid
+    experts: DeviceMesh | None = None
+    """Data and context axis as ``edp``, ranks that hold the same experts, times ``ep``, ranks that share them out."""
+
+    @property
+    def expert_mesh(self) -> DeviceMesh | None:
+        """One-dimensional mesh of the ranks that share out the experts; None: all ranks hold all."""
+        return None if self.experts is None else self.experts["ep"]
+
+    def holds_experts(self, tensor: torch.Tensor) -> bool:
+        """Is the tensor shared out with the experts?"""
+        return isinstance(tensor, DTensor) and tensor.device_mesh == self.expert_mesh
 
     @property
     def pipeline_group(self) -> dist.ProcessGroup:
@@ -58,4 +70,12 @@ def build_mesh(grid: Grid, device_type: str) -> Mesh:
     device_mesh = DeviceMesh(device_type, ranks, mesh_dim_names=("pp", "dp", "cp", "tp"))
     summed = device_mesh["dp", "cp"]._flatten("dp_cp") if grid.context > 1 else device_mesh["dp"]
     pipeline, data, context, tensor = device_mesh.get_coordinate() or (0, 0, 0, 0)
-    return Mesh(device_mesh, dist.get_rank(), pipeline, data, context, tensor, summed, grid)
+    experts = _expert_mesh(grid, ranks, device_type)
+    return Mesh(device_mesh, dist.get_rank(), pipeline, data, context, tensor, summed, grid, experts)
+
+
+def _expert_mesh(grid: Grid, ranks: torch.Tensor, device_type: str) -> DeviceMesh | None:
+    if grid.expert == 1:
+        return None
+    names = ("pp", "edp", "ep", "tp")
+    return DeviceMesh(device_type, ranks.reshape(grid.pipeline, -1, grid.expert, grid.tensor), mesh_dim_names=names)

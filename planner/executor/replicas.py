@@ -15,7 +15,7 @@ sum could overflow where the mean does not.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -47,6 +47,41 @@ class Reducer(Protocol):
 
     def finish(self) -> None:
         """Wait until every gradient is the sum over the replicas."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reducers:
+    """Several as one, each with parameters and replicas of its own."""
+
+    parts: tuple[Reducer, ...]
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """See `Reducer`."""
+        with ExitStack() as stack:
+            for part in self.parts:
+                stack.enter_context(part.forward())
+            yield
+
+    def arm(self, stage: int) -> None:
+        """See `Reducer`."""
+        for part in self.parts:
+            part.arm(stage)
+
+    def after_backward(self, stage: int) -> None:
+        """See `Reducer`."""
+        for part in self.parts:
+            part.after_backward(stage)
+
+    def launch(self, stage: int) -> None:
+        """See `Reducer`."""
+        for part in self.parts:
+            part.launch(stage)
+
+    def finish(self) -> None:
+        """See `Reducer`."""
+        for part in self.parts:
+            part.finish()
 
 
 @dataclass(slots=True)

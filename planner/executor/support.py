@@ -30,6 +30,8 @@ class Grid:
     tensor: int
     ranks: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
     """Global rank at ``ranks[pipeline][data][context][tensor]``."""
+    expert: int = 1
+    """Neighbours among the data- and context-parallel ranks that share out the experts."""
 
     @property
     def size(self) -> int:
@@ -61,6 +63,7 @@ def check_plan(plan: Plan) -> Grid:
     _check_batch(plan)
     _check_pieces(plan)
     _check_sequence(plan)
+    _check_experts(plan)
     _check_schedule(plan, schedule_of(plan))
     return grid
 
@@ -68,10 +71,13 @@ def check_plan(plan: Plan) -> Grid:
 def _choices(plan: Plan) -> Iterator[tuple[str, object, tuple[object, ...]]]:
     """Field, value and what this executor knows of it."""
     layout = plan.layout
-    yield "layout.expert_parallel_degree", layout.expert_parallel_degree, (1,)
+    if layout.expert_parallel_degree > 1:  # what is shared out over replicas and what over experts' groups differs
+        yield "layout.zero_stage", layout.zero_stage, (0,)
+        yield "layout.tensor_parallel_degree", layout.tensor_parallel_degree, (1,)
     if plan.request.job.optimizer in WHOLE_PARAMETERS:  # a rank would have to see whole matrices
         yield "layout.tensor_parallel_degree", layout.tensor_parallel_degree, (1,)
         yield "layout.zero_stage", layout.zero_stage, (0,)
+        yield "layout.expert_parallel_degree", layout.expert_parallel_degree, (1,)
     for stage in plan.stages:
         for index, layer in enumerate(stage.layers):
             yield f"stages[{stage.index}].layers[{index}].recompute", layer.recompute, RECOMPUTE_MODES
@@ -100,7 +106,7 @@ def grid_of(plan: Plan) -> Grid:
         tuple(tuple(tuple(placed[p, d, c, t] for t in range(tensor)) for c in range(context)) for d in range(data))
         for p in range(pipeline)
     )
-    return Grid(pipeline, data, context, tensor, ranks)
+    return Grid(pipeline, data, context, tensor, ranks, layout.expert_parallel_degree)
 
 
 def _coordinate(row: RankPlacement) -> tuple[int, int, int, int]:
@@ -259,6 +265,19 @@ def _check_pieces(plan: Plan) -> None:
             "the executor does not share the tokens of a piece of a sequence out over a tensor-parallel group.",
             field=field,
             mend="use sequence_parallel false, or sequence_chunks 1 and context_parallel_degree 1.",
+        )
+
+
+def _check_experts(plan: Plan) -> None:
+    """Groups that share out the experts fill the data- and context-parallel ranks."""
+    layout = plan.layout
+    replicas, degree = layout.data_parallel_degree * layout.context_parallel_degree, layout.expert_parallel_degree
+    if replicas % degree:
+        raise LayoutError(
+            f"expert_parallel_degree({degree}) does not divide data_parallel_degree({layout.data_parallel_degree}) * "
+            f"context_parallel_degree({layout.context_parallel_degree}) = {replicas}.",
+            field="layout.expert_parallel_degree",
+            mend=f"use a divisor of {replicas}.",
         )
 
 

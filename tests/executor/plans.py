@@ -151,20 +151,7 @@ def make_plan(
         sequence_parallel=sequence_parallel,
         expert_parallel_degree=expert,
     )
-    grid = product(range(pipeline), range(data), range(context), range(tensor))
-    placement = tuple(
-        RankPlacement(
-            rank=rank,
-            node=0,
-            device=rank,
-            pipeline=row,
-            data=replica,
-            context=piece,
-            tensor=shard,
-            expert=(replica * context + piece) % expert,
-        )
-        for rank, (row, replica, piece, shard) in enumerate(grid)
-    )
+    placement = _placement(pipeline, data, context, tensor, expert)
     job = Job(
         global_batch_size=data * micro_batch_size * micro_batches,
         sequence_length=sequence_length,
@@ -190,6 +177,23 @@ def make_plan(
         ),
         actions=ordered.to_text(),
         request=request,
+    )
+
+
+def _placement(pipeline: int, data: int, context: int, tensor: int, expert: int) -> tuple[RankPlacement, ...]:
+    grid = product(range(pipeline), range(data), range(context), range(tensor))
+    return tuple(
+        RankPlacement(
+            rank=rank,
+            node=0,
+            device=rank,
+            pipeline=row,
+            data=replica,
+            context=piece,
+            tensor=shard,
+            expert=(replica * context + piece) % expert,
+        )
+        for rank, (row, replica, piece, shard) in enumerate(grid)
     )
 
 

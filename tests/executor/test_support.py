@@ -42,18 +42,36 @@ def test_any_placement_that_fills_the_grid_will_do() -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "options"),
     [
-        {"layout__expert_parallel_degree": 2},
+        ({"layout__zero_stage": 1}, {"data": 2, "expert": 2}),
+        ({"layout__tensor_parallel_degree": 2}, {"data": 2, "expert": 2}),
+        ({"request__job__optimizer": "muon"}, {"data": 2, "expert": 2}),
     ],
 )
-def test_what_is_not_carried_out_is_refused(change: dict[str, Any]) -> None:
+def test_what_is_not_carried_out_is_refused(change: dict[str, Any], options: dict[str, Any]) -> None:
     """No part of a plan is left out silently; the error names the field and what can be run."""
     with pytest.raises(UnsupportedError) as caught:
-        check_plan(_changed(make_plan(LAYERS), **change))
+        check_plan(_changed(make_plan(LAYERS, **options), **change))
     problem = caught.value.problems[0]
-    assert problem.field.startswith(next(iter(change)).split("__")[0])
+    assert problem.field.startswith("layout.")
     assert problem.mend
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"sequence_parallel": True}, "layout.sequence_parallel"),
+        ({"sequence_parallel": True, "tensor": 2, "sequence_length": 15}, "layout.sequence_parallel"),
+        ({"expert": 2}, "layout.expert_parallel_degree"),
+        ({"expert": 2, "data": 3}, "layout.expert_parallel_degree"),
+    ],
+)
+def test_groups_that_do_not_fit_are_refused(options: dict[str, Any], field: str) -> None:
+    """Tokens need a tensor-parallel group that divides them, experts replicas that make up whole groups."""
+    with pytest.raises(LayoutError) as caught:
+        check_plan(make_plan(LAYERS, **options))
+    assert caught.value.problems[0].field == field
 
 
 @pytest.mark.parametrize("schedule", ["dualpipe", "chimera", "pipedream"])

@@ -31,6 +31,18 @@ FOUR_RANKS = {
     ),
     "tp2-sp-dp2": Case("llama", (6,), {**SHARED, **STEEP, "data": 2, "micro_batches": 2}, clip=0.5, **FAST),
 }
+EXPERTS_ON_TWO_RANKS = {
+    "gradients-ep2": Case("mixtral", (6,), {**SGD, "data": 2, "expert": 2}, clip=0.5, **ONE_STEP),
+    "ep2": Case("qwen3-moe", (6,), {**STEEP, "data": 2, "expert": 2, "recompute": {1: "full", 3: "selective"}}, **FAST),
+}
+EXPERTS_ON_FOUR_RANKS = {
+    "ep2-dp4": Case("mixtral", (6,), {**STEEP, "data": 4, "expert": 2, "micro_batches": 2}, clip=0.5, **FAST),
+    "ep2-pp2": Case(
+        "qwen3-moe", (3, 3), {**STEEP, "data": 2, "expert": 2, "schedule": "zb-h1", "micro_batches": 3}, **FAST
+    ),
+}
+TWO_RANKS |= EXPERTS_ON_TWO_RANKS
+FOUR_RANKS |= EXPERTS_ON_FOUR_RANKS
 CASES = {2: TWO_RANKS, 4: FOUR_RANKS}
 
 
