@@ -6,14 +6,17 @@ Layers of one kind are counted once (`profiler.layer_count` says how one is coun
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
+from planner.errors import DocumentError
 from planner.spec.profile import DataType, Measurement, ModelProfile, RecomputeMode
-from profiler.cut import Borders, CutLayer, Size, TensorChain
+from profiler.cut import Borders, CutLayer, LayerCut, Size, TensorChain
+from profiler.cut_whole import same_numbers
 from profiler.layer_count import LayerRun, LayerTrace
 from profiler.models import ModelSource
 from profiler.parameters import hidden_matrices, shapes_of
@@ -28,12 +31,12 @@ TORCH_TYPES: dict[DataType, torch.dtype] = {"fp32": torch.float32, "bf16": torch
 
 
 @contextmanager
-def _building(dtype: torch.dtype) -> Iterator[None]:
-    """Within, models are built in this type, without storage."""
+def _building(dtype: torch.dtype, device: str = "meta") -> Iterator[None]:
+    """Within, models are built in this type; on meta, without storage."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with torch.device("meta"):
+        with torch.device(device):
             yield
     finally:
         torch.set_default_dtype(before)
@@ -87,15 +90,15 @@ class Counter:
             trace = trace.keeping("selective", trace.keeps_outputs["selective"][0] * trace.count.output_bytes)
         if kind == self.layers[0].kind:
             for mode in trace.count.modes:
-                trace = trace.keeping(mode, self._bytes_ahead(size))
+                trace = trace.keeping(mode, self._bytes_ahead(size, replace(WHOLE, context=split.context)))
         return trace.count
 
-    def _bytes_ahead(self, size: Size) -> int:
+    def _bytes_ahead(self, size: Size, split: Split) -> int:
         """What the model makes ahead of its layers and they keep, such as rotary tables: each once. Every rank of a
         tensor-parallel group has them whole."""
         made: dict[Hashable, int] = {}
         for kind in self.representatives:
-            made |= self._trace(kind, size, WHOLE).ahead
+            made |= self._trace(kind, size, split).ahead
         return sum(made.values())
 
     def _beside(self, kind: str, step: int) -> set[str]:
@@ -146,21 +149,29 @@ class Counter:
             is_simple = isinstance(self.cut.chain, TensorChain)
             handed = None if is_simple else self._borders(size).output_bytes[index]
             shapes = shapes_of(stage, self._hidden)
-            self._traces[key] = run.trace(self._inputs(index, size, split), shapes, handed_bytes=handed)
+            with self._numbers():
+                inputs = self._inputs(index, size, split)
+                self._traces[key] = run.trace(inputs, shapes, handed_bytes=handed)
         return self._traces[key]
+
+    def _numbers(self) -> AbstractContextManager[None]:
+        """Every count of a model that reads values sees the same."""
+        return same_numbers() if self.cut.needs_values else nullcontext()
 
     def _inputs(self, index: int, size: Size, split: Split) -> tuple[Tensor, ...]:
         """What the layer takes; in a chain the output of the layer before, shaped as that layer's kind gives it, which
         needs no run of the whole model."""
+        if self.cut.needs_values:
+            return self._examples(*size, "cpu")
         if not isinstance(self.cut.chain, TensorChain):
             return self._borders(size).takes[index]
         if index == 0:
-            return self._examples(*size)[:1]
+            return self._examples(size[0], size[1] // split.context)[:1]
         (output,) = self._trace(self.layers[index - 1].kind, size, border_split(split)).outputs
         return (torch.empty(output.shape, dtype=self.dtype, device="meta", requires_grad=True),)
 
-    def _examples(self, micro_batch_size: int, sequence_length: int) -> tuple[Tensor, ...]:
-        inputs = self.source.example_inputs(micro_batch_size, sequence_length, "meta")
+    def _examples(self, micro_batch_size: int, sequence_length: int, device: str = "meta") -> tuple[Tensor, ...]:
+        inputs = self.source.example_inputs(micro_batch_size, sequence_length, device)
         return tuple(each.to(self.dtype) if each.is_floating_point() else each for each in inputs)
 
     def _borders(self, size: Size) -> Borders:
@@ -172,7 +183,7 @@ class Counter:
 
     def _stage(self, index: int, split: Split) -> tuple[nn.Module, Exchanges]:
         if (index, split) not in self._stages:
-            with _building(self.dtype):
+            with self._numbers(), _building(self.dtype, "cpu" if self.cut.needs_values else "meta"):
                 model = self.source.build()
             stage = self.cut.layer(model, index)
             exchanges = shard_layer(stage, self.source, index, split)
@@ -202,6 +213,26 @@ def check_request(
     limits.check(sequence_length, micro_batch_sizes, degrees)
 
 
+def check_context(source: ModelSource, sequence_length: int, degrees: tuple[int, ...]) -> None:
+    """Refuse context-parallel degrees that the model or the sequence does not take.
+
+    Raises:
+        DocumentError: a degree that does not divide the sequence.
+        UnsupportedError: the model mixes its tokens otherwise than by causal attention.
+    """
+    wrong = [degree for degree in degrees if degree < 1 or sequence_length % degree]
+    if wrong or not degrees:
+        raise DocumentError(
+            f"a sequence of {sequence_length} tokens does not divide over {wrong[0] if wrong else 'no'} ranks.",
+            field="context_parallel_degrees",
+            mend="give degrees that divide the sequence length.",
+        )
+    if max(degrees) > 1:
+        from profiler.sequence import check_pieces
+
+        check_pieces(source)
+
+
 def count(
     source: ModelSource,
     *,
@@ -210,6 +241,7 @@ def count(
     tensor_parallel_degree: int = 1,
     sequence_parallel: bool = False,
     expert_parallel_degree: int = 1,
+    context_parallel_degree: int = 1,
     recompute: RecomputeMode = "none",
     dtype: DataType = "fp32",
 ) -> dict[str, Measurement]:
@@ -220,7 +252,8 @@ def count(
     """
     check_request(source, sequence_length, (micro_batch_size,), (tensor_parallel_degree,))
     counter = Counter(source, dtype)
-    split = Split(tensor_parallel_degree, sequence_parallel, expert=expert_parallel_degree)
+    check_context(source, sequence_length, (context_parallel_degree,))
+    split = Split(tensor_parallel_degree, sequence_parallel, context_parallel_degree, expert_parallel_degree)
     size = (micro_batch_size, sequence_length, split)
     counts = {kind: counter.count(kind, *size) for kind in counter.representatives}
     return {kind: each.measurement(*size, recompute) for kind, each in counts.items() if recompute in each.modes}
@@ -234,6 +267,7 @@ def profile(
     tensor_parallel_degrees: tuple[int, ...] = (1,),
     sequence_parallel: bool = False,
     expert_parallel_degrees: tuple[int, ...] = (1,),
+    context_parallel_degrees: tuple[int, ...] = (1,),
     dtype: DataType = "fp32",
     progress: Progress | None = None,
 ) -> ModelProfile:
@@ -242,18 +276,22 @@ def profile(
     Args:
         sequence_parallel: also count tensor-parallel degrees with sequence parallelism, where the model can be split so
             and the sequence divides.
+        context_parallel_degrees: also count ranks that share sequences out; rows tell the last rank, whose tokens
+            attend to all.
 
     Raises:
         DocumentError: a size or degree that the model does not take.
         UnsupportedError: the model cannot be cut, or not be counted in shards.
     """
     check_request(source, sequence_length, micro_batch_sizes, tensor_parallel_degrees)
+    check_context(source, sequence_length, context_parallel_degrees)
     counter = Counter(source, dtype)
     found = splits(
         tensor_parallel_degrees,
         sequence_length=sequence_length,
         with_sequence=sequence_parallel and source.can_split_sequences(),
         expert_degrees=expert_parallel_degrees,
+        context_degrees=context_parallel_degrees,
     )
     sizes = [(size, sequence_length, split) for split in found for size in micro_batch_sizes]
     kinds = list(counter.representatives)
@@ -277,10 +315,11 @@ def profile(
         edges=source.edges(sequence_length, counter.dtype),
         shared_parameters=counter.cut.shared_parameters,
         cut=source.starts,
-        environment={"torch": torch.__version__.partition("+")[0]} | _reason(counter.cut.reason),
+        environment={"torch": torch.__version__.partition("+")[0]} | _reason(counter.cut),
     )
 
 
-def _reason(reason: str) -> dict[str, str]:
+def _reason(cut: LayerCut) -> dict[str, str]:
     """Why the model is a single layer, for people."""
-    return {"cut": f"one layer: {reason}"} if reason else {}
+    way = " Counted on one run with random values: others may take another way." if cut.needs_values else ""
+    return {"cut": f"one layer: {cut.reason}{way}"} if cut.reason else {}

@@ -54,6 +54,16 @@ InputMaker = Callable[[int, int], Tensors]
 
 
 @dataclass(frozen=True, slots=True)
+class RealModel:
+    """A model that may read values of its tensors."""
+
+    build: Callable[[], nn.Module]
+    """A new one, on the CPU."""
+    inputs: InputMaker
+    """As `InputMaker`, but with values."""
+
+
+@dataclass(frozen=True, slots=True)
 class Borders:
     """The tensors of one micro-batch at the borders of all layers, on meta; what carries gradients requires them."""
 
@@ -146,6 +156,8 @@ class LayerCut:
     chain: Chain = field(repr=False)
     reason: str = ""
     """Why the model is a single layer, when it could not be cut."""
+    needs_values: bool = False
+    """The model reads values of its tensors, so it cannot run on meta: it is counted on a real run on the CPU."""
 
     def stage(self, model: nn.Module, start: int, stop: int, *, recompute: Recompute = NO_RECOMPUTE) -> nn.Module:
         """The part of `model` that holds layers start..stop (exclusive). The model is used up: build one per stage.
@@ -215,6 +227,7 @@ def cut_model(
     keywords: tuple[str, ...] = (),
     starts: tuple[str, ...] = (),
     longest_sequence: int = 0,
+    real: RealModel | None = None,
 ) -> LayerCut:
     """The layers of a model; a single one, with the reason, when it cannot be cut.
 
@@ -225,9 +238,10 @@ def cut_model(
         starts: qualified names of modules before which a layer starts (``*`` for one component of a name); empty: the
             layers are found.
         longest_sequence: most tokens that the model takes; 0: any number.
+        real: the same model with values, for one that does not run without.
 
     Raises:
-        UnsupportedError: the model does not run on meta tensors.
+        UnsupportedError: the model does not run on meta tensors, nor on real ones.
         UnknownNameError: a start that the model does not have.
     """
     maker = _resized(inputs) if isinstance(inputs, Tensor) else inputs
@@ -247,7 +261,7 @@ def cut_model(
         refusals.append(error)
     from profiler.cut_whole import cut_whole
 
-    return cut_whole(model, maker, keywords, refusals)
+    return cut_whole(model, maker, keywords, refusals, real)
 
 
 SHORTEST = 2

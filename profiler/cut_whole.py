@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from planner.errors import UnsupportedError
 from planner.spec.profile import SkipEdge
-from profiler.cut import Borders, CutLayer, InputMaker, LayerCut, Size, Tensors, detachable
+from profiler.cut import Borders, CutLayer, InputMaker, LayerCut, RealModel, Size, Tensors, detachable
 from profiler.cut_trace import output_tensors
 from profiler.transformer_cut import meta_friendly
 
@@ -20,22 +21,30 @@ WHOLE = CutLayer("model", "model", ("",), recomputable=False)
 
 
 def cut_whole(
-    model: nn.Module, inputs: InputMaker, keywords: tuple[str, ...], refusals: Sequence[UnsupportedError]
+    model: nn.Module,
+    inputs: InputMaker,
+    keywords: tuple[str, ...],
+    refusals: Sequence[UnsupportedError],
+    real: RealModel | None = None,
 ) -> LayerCut:
-    """The model as its only layer.
+    """The model as its only layer: on meta tensors if it runs on them, else with values.
 
     Args:
         refusals: why it could not be cut, the last attempt last.
+        real: the same model with values.
 
     Raises:
-        UnsupportedError: it does not even run on meta tensors, so that nothing could be counted.
+        UnsupportedError: it does not run, or returns nothing that carries gradients, so that nothing could be counted.
     """
-    chain = WholeChain(keywords)
-    try:
-        chain.borders(model, inputs, (2, 8))
-    except Exception:  # any: it is the user's code; why it does not run was found before
-        raise refusals[-1] from None
-    return LayerCut((WHOLE,), (), chain, reason=str(refusals[-1].problems[0].message))
+    reason = str(refusals[-1].problems[0].message)
+    for chain in (WholeChain(keywords), *([WholeChain(keywords, real)] if real else [])):
+        try:
+            outputs = chain.borders(model, inputs, (2, 8)).makes[-1]
+        except Exception:  # any: it is the user's code; why it does not run was found before
+            continue
+        if any(each.requires_grad for each in outputs):
+            return LayerCut((WHOLE,), (), chain, reason=reason, needs_values=chain.real is not None)
+    raise refusals[-1] from None
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,8 @@ class WholeChain:
     """One layer."""
 
     keywords: tuple[str, ...] = field(default=())
+    real: RealModel | None = field(default=None, repr=False, compare=False)
+    """Runs in the place of models on meta."""
     keeps_tree = True
 
     def stage(self, model: nn.Module, start: int, stop: int) -> nn.Module:
@@ -59,10 +70,14 @@ class WholeChain:
         return {layer.name: stage}
 
     def borders(self, model: nn.Module, inputs: InputMaker, size: Size) -> Borders:
-        """One run of the model."""
+        """One run of the model, or of the real one in the same type."""
         given = inputs(*size)
-        with meta_friendly():
-            output = _run(model, self.keywords, given)
+        if self.real is not None:
+            kinds = [each.dtype for each in model.parameters() if each.is_floating_point()]
+            output = _run_really(self.real, self.keywords, size, kinds[0] if kinds else torch.get_default_dtype())
+        else:
+            with meta_friendly():
+                output = _run(model, self.keywords, given)
         return Borders((given, output), (given,), (output,), (sum(each.nbytes for each in output),))
 
     def readers(self, index: int, place: int) -> list[tuple[int, int]]:
@@ -76,6 +91,25 @@ class WholeChain:
     def edges(self, sequence_length: int, dtype: torch.dtype) -> tuple[SkipEdge, ...]:
         """None."""
         return ()
+
+
+@contextmanager
+def same_numbers() -> Iterator[None]:
+    """Within, random numbers of the CPU are the same every time: so is the way that a model takes by its values."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        yield
+
+
+def _run_really(real: RealModel, keywords: tuple[str, ...], size: Size, dtype: torch.dtype) -> Tensors:
+    """What the real model returns at this size, on meta."""
+    with same_numbers():
+        model = real.build().to(dtype)
+        given = tuple(each.to(dtype) if each.is_floating_point() else each for each in real.inputs(*size))
+        output = _run(model, keywords, given)
+    return tuple(
+        torch.empty(each.shape, dtype=each.dtype, device="meta", requires_grad=each.requires_grad) for each in output
+    )
 
 
 def _run(forward: Callable[..., Any], keywords: tuple[str, ...], given: Tensors) -> Tensors:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.spec.profile import RecomputeMode
 from profiler.cut_stage import GraphStage
@@ -265,7 +266,7 @@ class LayerRun:
         watcher = seen.watcher
         for tensor in (*self.stage.parameters(), *self.stage.buffers()):
             watcher.own((tensor, tensor.grad))
-        with FusedAttention(), self._meta_friendly(), watcher:
+        with self._kernels(), watcher:
             outputs, ends = self._forward(seen, inputs)
             seen.see_forward(inputs, outputs)
             edges, gradients = [get_gradient_edge(end) for end in ends], [torch.empty_like(end) for end in ends]
@@ -294,8 +295,14 @@ class LayerRun:
         if isinstance(forward, GraphStage):
             forward.prepare(*inputs)
 
-    def _meta_friendly(self) -> AbstractContextManager[None]:
-        return meta_friendly() if hasattr(self.stage, "config") else nullcontext()
+    @contextmanager
+    def _kernels(self) -> Iterator[None]:
+        """On meta, those of an accelerator; where tensors have values, those that run."""
+        if not all(each.is_meta for each in self.stage.parameters()):
+            yield
+            return
+        with FusedAttention(), meta_friendly() if hasattr(self.stage, "config") else nullcontext():
+            yield
 
     def _forward(self, seen: _Pass, inputs: Tensors) -> tuple[Tensors, Tensors]:
         """The layer's outputs, and what the backward starts from: those that carry gradients, or their losses."""
@@ -317,6 +324,7 @@ class LayerRun:
 
     @staticmethod
     def _loss(watcher: Watcher, output: Tensor) -> Tensor:
-        targets = torch.empty(output.shape[:-1], dtype=torch.long, device="meta")
+        with _disable_current_modes():
+            targets = torch.zeros(output.shape[:-1], dtype=torch.long, device=output.device)
         watcher.own((targets,))
         return functional.cross_entropy(output.flatten(0, -2).float(), targets.flatten())

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from planner.errors import MismatchError
 from planner.spec.profile import SkipEdge
-from profiler.cut import Borders, LayerCut, cut_model
+from profiler.cut import Borders, LayerCut, RealModel, cut_model
 
 InputKind = Literal["tokens", "images", "features", "indices"]
 """Token ids, images, other numbers, or whole numbers other than token ids (classes, time steps)."""
@@ -119,6 +119,7 @@ class ModelSource:
             keywords=self.keywords,
             starts=self.starts,
             longest_sequence=self.longest_sequence,
+            real=RealModel(self.build, self.example_inputs),
         )
 
     def cut_at(self, starts: tuple[str, ...]) -> ModelSource:

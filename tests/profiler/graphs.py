@@ -265,6 +265,41 @@ class Reading(nn.Module):
         return self.gate(self.one(features))
 
 
+class Halting(nn.Module):
+    """Repeats its block until values are small, and has one head for positive sums, another for negative ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.block = nn.Linear(16, 16)
+        self.left = nn.Linear(16, 4)
+        self.right = nn.Linear(16, 4)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(batch, 8) -> (batch, 4)."""
+        hidden = self.first(features)
+        steps = 0
+        while hidden.abs().mean().item() > 0.05 and steps < 3:
+            hidden = torch.tanh(self.block(hidden))
+            steps += 1
+        output: Tensor = self.left(hidden) if hidden.sum().item() > 0 else self.right(hidden)
+        return output
+
+
+class Failing(nn.Module):
+    """Multiplies what does not fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(8, 8)
+        self.two = nn.Linear(4, 4)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Raises."""
+        output: Tensor = self.two(self.one(features))
+        return output
+
+
 class InPlace(nn.Module):
     """An activation in place between two layers."""
 
@@ -323,6 +358,16 @@ def untraceable() -> tuple[nn.Module, Tensor]:
 def reading() -> tuple[nn.Module, Tensor]:
     """Does not run on meta tensors."""
     return Reading(), torch.zeros(1, 8)
+
+
+def halting() -> tuple[nn.Module, Tensor]:
+    """Goes where its values say."""
+    return Halting(), torch.zeros(1, 8)
+
+
+def failing() -> tuple[nn.Module, Tensor]:
+    """Does not run at all."""
+    return Failing(), torch.zeros(1, 8)
 
 
 def in_place() -> tuple[nn.Module, Tensor]:

@@ -11,12 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from planner.errors import LayoutError, UnknownNameError, UnsupportedError
 from profiler.count import profile
 from profiler.cut_trace import output_tensors
+from profiler.cut_whole import same_numbers
 from profiler.models import ModelSource, load_model
 from tests.profiler.conftest import SMALL
+from tests.profiler.test_saved import saved_by_model
 
 GRAPHS = "tests.profiler.graphs"
 CONFIGS = {
@@ -294,10 +297,30 @@ def test_model_that_cannot_be_cut_is_one_layer_with_the_reason(tmp_path: Path):
     assert counted.layers[0].parameters == sum(each.numel() for each in source.blueprint.parameters())
 
 
-def test_model_that_does_not_run_is_refused_with_its_module(tmp_path: Path):
-    """Reading a value stops on meta tensors, which is told with the module that does it."""
-    with pytest.raises(UnsupportedError, match="module 'gate' of Reading does not run on meta tensors"):
-        _load("reading", tmp_path).cut()
+@pytest.mark.parametrize("name", ["reading", "halting"])
+def test_model_that_reads_values_is_one_layer_counted_on_a_real_run(name: str, tmp_path: Path):
+    """Control flow by values stops on meta tensors, which is told with the module that does it; the model is counted
+    whole, and keeps what autograd keeps of the same run."""
+    source = _load(name, tmp_path)
+    cut = source.cut()
+    assert _names(source) == ["model"]
+    assert cut.needs_values
+    told = {"reading": "module 'gate' of Reading", "halting": "Halting"}[name]
+    assert cut.reason.startswith(f"{told} does not run on meta tensors")
+    counted = profile(source, sequence_length=0, micro_batch_sizes=(3,))
+    assert counted.environment["cut"].endswith("others may take another way.")
+    row = counted.layers[0].measurements[0]
+    with same_numbers():
+        inputs = source.example_inputs(3, 0)
+    with same_numbers(), FlopCounterMode(display=False) as flops:
+        assert row.activation_bytes == saved_by_model(source, inputs)
+    assert row.forward_flops == flops.get_total_flops() > 0
+
+
+def test_model_that_does_not_run_is_refused(tmp_path: Path):
+    """What fails on real tensors too cannot be counted."""
+    with pytest.raises(UnsupportedError, match="Failing does not run on meta tensors"):
+        _load("failing", tmp_path).cut()
 
 
 def test_functions_with_their_own_backward_are_followed(tmp_path: Path):

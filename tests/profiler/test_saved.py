@@ -145,7 +145,7 @@ def test_recomputed_layers_keep_what_is_counted(name: str, mode: RecomputeMode, 
     assert checked
 
 
-def _saved_by_model(source: ModelSource, inputs: tuple[Tensor, ...] | dict[str, Tensor]) -> int:
+def saved_by_model(source: ModelSource, inputs: tuple[Tensor, ...] | dict[str, Tensor]) -> int:
     """What autograd keeps after one forward of the whole model and its loss: every storage once, parameters apart."""
     model = source.build()
     saved: list[weakref.ref] = []
@@ -184,7 +184,7 @@ def test_layers_add_up_to_what_the_whole_model_keeps(name: str, tmp_path: Path):
     source = load_model("resnet-50") if name == "catalogue" else _load(name, tmp_path)
     size = (BATCH, TOKENS if source.input_kind == "tokens" else 0)
     counted, _ = _counted_whole(Counter(source, "fp32"), "none", size)
-    assert counted == _saved_by_model(source, source.example_inputs(*size))
+    assert counted == saved_by_model(source, source.example_inputs(*size))
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
@@ -222,7 +222,7 @@ def test_an_encoders_output_and_bias_count_once(tmp_path: Path):
     with torch.library._scoped_library("planner", "FRAGMENT") as library:
         library.impl("attention", attention._attention, "CPU")
         with FusedAttention():
-            assert counted == _saved_by_model(source, inputs)
+            assert counted == saved_by_model(source, inputs)
 
 
 class _Megatron(nn.Module):
