@@ -52,10 +52,14 @@ from planner.executor.checkpoint_folder import (
 )
 from planner.executor.mesh import Mesh
 from planner.executor.settings import CheckpointPolicy
+from planner.executor.stored_pieces import ReadPieces, StoredPiece, WritePieces
 from planner.spec.plan import Plan
 from profiler.models import ModelSource
 
 State = dict[str, torch.Tensor]
+StoredState = dict[str, torch.Tensor | StoredPiece]
+COUNTER = "step"
+"""Optimizers' name of the only state that is not of the parameter's shape, whatever that shape is."""
 DCP_METADATA = ".metadata"
 """Name of DCP's own table of contents."""
 
@@ -129,7 +133,8 @@ class Checkpoints:
         writer = _Writer(policy.directory, self._manifest(steps), policy.keep)
         state = self._state()
         state |= {f"random.{self._mesh.rank}.{name}": value for name, value in generators.states().items()}
-        self._pending = cast("Future[Any]", async_save(state, storage_writer=writer, process_group=self._group))
+        pending = async_save(state, storage_writer=writer, planner=WritePieces(), process_group=self._group)
+        self._pending = cast("Future[Any]", pending)
         self._saved = steps
 
     def _wait(self) -> None:
@@ -158,15 +163,31 @@ class Checkpoints:
             loss_scale=None if scaler is None else ScaleState(scale=scaler.scale, good_steps=scaler.good_steps),
         )
 
-    def _state(self) -> State:
+    def _state(self) -> StoredState:
         """What this rank holds, the tensors themselves."""
-        module, optimizer = self._part.module, self._part.optimizer
-        state = {f"parameters.{self._name(name)}": value.detach() for name, value in module.named_parameters()}
+        optimizer = self._part.optimizer
+        state = {f"parameters.{self._name(name)}": value for name, value in self._parameters().items()}
         if self._mesh.data == 0:
             state |= self._buffers()
         for name, states in optimizer.named_states().items():
-            state |= {f"optimizer.{self._name(name)}.{key}": value for key, value in states.items()}
+            state |= self._stored(name, states)
         return state
+
+    def _parameters(self) -> StoredState:
+        shards = self._part.optimizer.shards
+        pieces = None if shards is None else shards.stored_parameters()
+        whole = {name: value.detach() for name, value in self._part.module.named_parameters()}
+        return {**whole} if pieces is None else {**pieces}
+
+    def _stored(self, name: str, states: State) -> StoredState:
+        """A parameter's states under their names in the checkpoint, as parts of whole ones."""
+        shards = self._part.optimizer.shards
+        return {
+            f"optimizer.{self._name(name)}.{key}": value
+            if shards is None or key == COUNTER
+            else shards.stored(name, value)
+            for key, value in states.items()
+        }
 
     def _buffers(self) -> State:
         module = self._part.module
@@ -193,15 +214,17 @@ class Checkpoints:
         states = self._room_for_states(stored)
         wanted = self._state() | self._buffers() | (random if same_layout else {})
         for name, each in states.items():
-            wanted |= {f"optimizer.{self._name(name)}.{key}": value for key, value in each.items()}
+            wanted |= self._stored(name, each)
         _refuse_missing(wanted, stored, path)
         try:
-            load(wanted, storage_reader=reader, process_group=self._group)
+            load(wanted, storage_reader=reader, planner=ReadPieces(), process_group=self._group)
         except CheckpointException as error:
             raise RunError(
                 f"the checkpoint {path} could not be read: {_cause(error)}.", field="checkpoint_dir"
             ) from error
         self._part.optimizer.set_states(states)
+        if self._part.optimizer.shards is not None:
+            self._part.optimizer.shards.publish()
         if same_layout:
             generators.restore({name.rpartition(".")[2]: value for name, value in random.items()})
         if self._part.scaler is not None and manifest.loss_scale is not None:
@@ -223,19 +246,21 @@ class Checkpoints:
         for name in stored:
             group, _, key = name.rpartition(".")
             keys.setdefault(group, []).append(key)
+        is_piece = self._part.optimizer.shards is not None
         return {
             name: {
-                key: _like(tensor, stored[f"optimizer.{self._name(name)}.{key}"])
-                for key in keys.get(f"optimizer.{self._name(name)}", ())
+                key: _like(tensor, stored[f"{group}.{key}"], is_piece=is_piece and key != COUNTER)
+                for key in keys.get(group, ())
             }
             for name, tensor in self._part.optimizer.trained.items()
+            for group in (f"optimizer.{self._name(name)}",)
         }
 
 
-def _like(tensor: torch.Tensor, facts: TensorStorageMetadata) -> torch.Tensor:
+def _like(tensor: torch.Tensor, facts: TensorStorageMetadata, *, is_piece: bool) -> torch.Tensor:
     """Room for a state of this tensor: sharded as the tensor is, when it is of its shape."""
     dtype = facts.properties.dtype
-    if facts.size == tensor.shape:
+    if is_piece or facts.size == tensor.shape:
         return torch.empty_like(tensor, dtype=dtype)
     return torch.empty(facts.size, dtype=dtype, device=tensor.device)
 

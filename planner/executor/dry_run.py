@@ -33,6 +33,8 @@ from profiler.models import ModelSource
 
 COUNTER_BYTES = 8
 """Per parameter, what an optimizer may keep that `planner.spec.recipes` leaves out: the number of its step."""
+STATES_BYTES = 12
+"""The most that is kept of one parameter and sharded: master copy and two states in fp32."""
 COMPARED = ("parameters_bytes", "gradients_bytes", "optimizer_bytes")
 
 
@@ -47,6 +49,8 @@ class DryRank:
     """None: the plan has no row for this pipeline rank."""
     tolerance_bytes: int
     """Of the optimizer: the counters, which the prediction leaves out."""
+    padding_bytes: int = 0
+    """Of parameters, gradients or any state of the optimizer: what fills up shards, so that all are of one size."""
 
     @property
     def differences(self) -> tuple[str, ...]:
@@ -56,7 +60,8 @@ class DryRank:
         found = []
         for name in COMPARED:
             built, predicted = getattr(self.built, name), getattr(self.predicted, name)
-            if abs(built - predicted) > (self.tolerance_bytes if name == "optimizer_bytes" else 0):
+            counters = self.tolerance_bytes if name == "optimizer_bytes" else 0
+            if abs(built - predicted) > counters + self.padding_bytes:
                 found.append(
                     f"rank {self.built.rank}: {name} is {built}, predicted {predicted} ({built - predicted:+d})"
                 )
@@ -108,17 +113,19 @@ def _kinds(
     first = _build(plan, source, grid, shards[0][0])
     last = _build(plan, source, grid, shards[-1][0]) if len(shards) > 1 else first
     if first.holds_as_much_as(last):
-        yield DryRank(tuple(sorted(sum(shards, ()))), first.rank, predicted, first.tolerance_bytes)
+        ranks = tuple(sorted(sum(shards, ())))
+        yield DryRank(ranks, first.rank, predicted, first.tolerance_bytes, first.padding_bytes)
         return
     for shard in shards:
         built = _build(plan, source, grid, shard[0])
-        yield DryRank(shard, built.rank, predicted, built.tolerance_bytes)
+        yield DryRank(shard, built.rank, predicted, built.tolerance_bytes, built.padding_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Built:
     rank: MeasuredRank
     tolerance_bytes: int
+    padding_bytes: int
 
     def holds_as_much_as(self, other: _Built) -> bool:
         return all(getattr(self.rank, name) == getattr(other.rank, name) for name in ("parameters", *COMPARED))
@@ -144,7 +151,9 @@ def _build(plan: Plan, source: ModelSource, grid: Grid, rank: int) -> _Built:
         with _Scalars():  # type: ignore[no-untyped-call]
             part.optimizer.step()
         rank_built = rank_of(part.module, part.optimizer, mesh, peak_bytes=0)
-        return _Built(rank_built, COUNTER_BYTES * len(part.optimizer.parameters))
+        shards = part.optimizer.shards
+        padding = 0 if shards is None else STATES_BYTES * shards.padding_elements
+        return _Built(rank_built, COUNTER_BYTES * len(part.optimizer.parameters), padding)
 
 
 class _Scalars(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -10,19 +10,20 @@ freed and made again without their noticing, so that what autograd has saved of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from planner.executor.sharding import like, local
+
+# Before torch 2.13 they had other names, which warn by now.
+all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ class Unit:
         """Make all values again, from all ranks."""
         if not self.is_gathered:
             self.full.untyped_storage().resize_(self.full.nbytes)
-            dist.all_gather_into_tensor(self.full, self.shard, group=self.group)
+            all_gather(self.full, self.shard, group=self.group)
             self.is_gathered = True
 
     def free(self) -> None:
@@ -133,7 +134,7 @@ class Unit:
         if self._own_shard:
             self.free()
             return None
-        work: dist.Work | None = dist.all_gather_into_tensor(self.full, self.shard, group=self.group, async_op=True)
+        work: dist.Work | None = all_gather(self.full, self.shard, group=self.group, async_op=True)
         return work
 
     @torch.no_grad()
@@ -160,77 +161,3 @@ def _as_placed(gradient: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         return gradient.redistribute(placements=parameter.placements)
     return gradient
-
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes."""
-
-
-def boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
-    """The elements start..stop (exclusive) of a tensor's flat order as boxes, in order."""
-    if start >= stop:
-        return
-    if len(shape) < 2:
-        yield ((start,), (stop - start,)) if shape else ((), ())
-        return
-    row = prod(shape[1:])
-    first, last = -(-start // row), stop // row
-    if first > last:  # within one row
-        yield from _in_row(last, boxes(start - last * row, stop - last * row, shape[1:]))
-        return
-    yield from _in_row(first - 1, boxes(start - (first - 1) * row, row, shape[1:]) if start < first * row else ())
-    if first < last:
-        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
-    yield from _in_row(last, boxes(0, stop - last * row, shape[1:]))
-
-
-def _in_row(row: int, found: Iterator[Box] | tuple[()]) -> Iterator[Box]:
-    for offsets, sizes in found:
-        yield (row, *offsets), (1, *sizes)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredPiece:
-    """A piece of a tensor as a checkpoint holds it: as boxes of the whole tensor, so that any other layout finds its
-    own parts in it (torch's `_Checkpointable` protocol).
-    """
-
-    values: torch.Tensor
-    """Flat: of the parameter's piece, or a state of it."""
-    start: int
-    shape: tuple[int, ...]
-    """Of the tensor that it is a piece of, on this rank."""
-    offsets: tuple[int, ...]
-    """Of that tensor in the whole one: it may be a tensor-parallel rank's."""
-    whole: tuple[int, ...]
-
-    @classmethod
-    def of(cls, piece: Piece, values: torch.Tensor) -> StoredPiece:
-        """The piece of a parameter, or of something of its shape."""
-        parameter = piece.span.parameter
-        shape, offsets = tuple(parameter.shape), (0,) * parameter.dim()
-        if isinstance(parameter, DTensor):
-            placed = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-            shape, offsets = placed
-        return cls(values, piece.start, shape, offsets, tuple(parameter.shape))
-
-    def _parts(self) -> Iterator[tuple[ChunkStorageMetadata, torch.Tensor]]:
-        begin, flat = 0, self.values.view(-1)
-        for offsets, sizes in boxes(self.start, self.start + flat.numel(), self.shape):
-            end = begin + prod(sizes)
-            place = torch.Size(mine + box for mine, box in zip(self.offsets, offsets, strict=True))
-            yield ChunkStorageMetadata(place, torch.Size(sizes)), flat[begin:end].view(sizes)
-            begin = end
-
-    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
-        properties, size = TensorProperties.create_from_tensor(self.values), torch.Size(self.whole)
-        facts = (TensorWriteData(chunk, properties, size) for chunk, _ in self._parts())
-        return [
-            WriteItem(MetadataIndex(name, each.chunk.offsets), WriteItemType.SHARD, tensor_data=each) for each in facts
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [chunk for chunk, _ in self._parts()]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        return next(part for chunk, part in self._parts() if chunk.offsets == index.offset)

@@ -28,8 +28,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from planner.executor.flat import StoredPiece, Unit
+from planner.executor.flat import Unit, reduce_scatter
 from planner.executor.sharding import is_split, local
+from planner.executor.stored_pieces import StoredPiece
 from profiler.cut import LayerCut, Recompute
 
 GATHERED_LAYERS = 2
@@ -107,19 +108,15 @@ class ZeroShards:
         """A parameter's piece, or a state of it, for a checkpoint."""
         return StoredPiece.of(self._pieces[name], value)
 
-    def stored_parameters(self) -> dict[str, StoredPiece]:
-        """What stage 3 keeps of the parameters, trained or not; none in other stages, whose parameters are whole."""
+    def stored_parameters(self) -> dict[str, StoredPiece] | None:
+        """What stage 3 keeps of the parameters, trained or not; None in other stages, whose parameters are whole."""
         if self._parameters is None:
-            return {}
+            return None
         found = ((unit, piece) for unit in self._units for piece in unit.pieces())
         return {
             piece.span.name: StoredPiece.of(piece, unit.shard[piece.place :][: piece.stop - piece.start])
             for unit, piece in found
         }
-
-    def whole_size(self, name: str) -> torch.Size:
-        """Shape of the parameter of which this rank has a piece."""
-        return self._pieces[name].span.parameter.shape
 
     @property
     def parameters_bytes(self) -> int:
@@ -137,8 +134,8 @@ class ZeroShards:
 
     @property
     def padding_elements(self) -> int:
-        """Elements on all ranks of the group that stand for nothing."""
-        return sum(unit.padding_elements for unit in self._units)
+        """Elements that stand for nothing on all ranks of the group, and what rounding up makes of a unit's share."""
+        return sum(unit.padding_elements + 1 for unit in self._units)
 
     def publish(self) -> None:
         """The pieces have been updated: let all ranks have them."""
@@ -339,7 +336,7 @@ class _Scattered:
         else:
             mine, whole = torch.empty_like(unit.gradient), unit.take_gradients()
         self._settle()
-        work = dist.reduce_scatter_tensor(mine, whole, group=unit.group, async_op=True)
+        work = reduce_scatter(mine, whole, group=unit.group, async_op=True)
         self._pending = (unit, mine, work)
 
     @torch.no_grad()

@@ -26,6 +26,9 @@ SETTINGS: dict[str, Any] = {"seed": 3, "device": "cpu", "timeout_seconds": 60, "
 LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2-tp2": {"sizes": (2, 4), "tensor": 2, "micro_batches": 4},
     "dp4": {"sizes": (6,), "data": 4, "micro_batches": 1},
+    "dp4-zero3": {"sizes": (6,), "data": 4, "micro_batches": 1, "zero": 3},
+    "pp2-dp2-zero1": {"sizes": (3, 3), "data": 2, "micro_batches": 2, "zero": 1},
+    "tp2-dp2-zero3": {"sizes": (6,), "tensor": 2, "data": 2, "micro_batches": 2, "zero": 3},
 }
 FP16: dict[str, Any] = {"sizes": (3, 3), "data": 2, "micro_batches": 2, "precision": "fp16-mixed"}
 
@@ -66,7 +69,10 @@ class Runs:
 
 def _parameters(executor: Executor) -> dict[str, torch.Tensor]:
     named = executor.part.module.named_parameters()
-    return {name: (value.to_local() if isinstance(value, DTensor) else value).detach().clone() for name, value in named}
+    with executor.part.gathered():
+        return {
+            name: (value.to_local() if isinstance(value, DTensor) else value).detach().clone() for name, value in named
+        }
 
 
 def other_layouts(folder: Path) -> dict[str, Any]:
@@ -94,6 +100,29 @@ def other_layouts(folder: Path) -> dict[str, Any]:
         "names": names,
         "held": [rank.model_dump() for rank in straight.ranks],
         "refusals": _refusals(runs, folder),
+    }
+
+
+def sharded(folder: Path) -> dict[str, Any]:
+    """6 steps without ZeRO; 2 each in ZeRO 3, in another split with ZeRO 1, and in ZeRO 3 beside tensor parallelism.
+    With master copies in bf16, in ZeRO 3: 4 steps, and 2 + 2.
+    """
+    runs = Runs("tied-llama", folder)
+    straight, _ = runs.train(LAYOUTS["dp4"], 6)
+    losses: list[float] = []
+    for steps, name in ((2, "dp4-zero3"), (4, "pp2-dp2-zero1"), (6, "tp2-dp2-zero3")):
+        measured, _ = runs.train(LAYOUTS[name], steps, runs.policy("kept", resume=bool(losses)))
+        losses += measured.losses
+    zero3 = {**LAYOUTS["dp4-zero3"], "precision": "bf16-mixed"}
+    whole, wanted = runs.train(zero3, 4)
+    runs.train(zero3, 2, runs.policy("again"))
+    again, ended = runs.train(zero3, 4, runs.policy("again", resume=True))
+    equal = all(torch.equal(ended[name], wanted[name]) for name in wanted)
+    return {
+        "straight": straight.losses,
+        "losses": losses,
+        "held": [rank.model_dump() for rank in whole.ranks],
+        "equal": _everywhere(equal and whole.losses[2:] == again.losses),
     }
 
 
@@ -155,6 +184,7 @@ def main() -> int:
     output = Path(sys.argv[1])
     results = {
         "other_layouts": other_layouts(output.parent / "layouts"),
+        "sharded": sharded(output.parent / "sharded"),
         "scaled_losses": scaled_losses(output.parent / "scaled"),
     }
     if dist.get_rank() == 0:

@@ -55,6 +55,24 @@ def test_another_layout_goes_on_with_the_losses(results: dict[str, Any]) -> None
     assert runs["straight"][0] - wanted[-1] > 1000 * TOLERANCE, "it does train"
 
 
+def test_shards_of_replicas_move_between_layouts(results: dict[str, Any]) -> None:
+    """ZeRO 3 on four replicas, ZeRO 1 in two stages, ZeRO 3 beside tensor parallelism: one training through all."""
+    runs = results["sharded"]
+    assert runs["losses"] == pytest.approx(runs["straight"], abs=TOLERANCE)
+    assert runs["straight"][2] - runs["straight"][-1] > 100 * TOLERANCE, "it does train"
+
+
+def test_shards_of_replicas_go_on_bit_for_bit(results: dict[str, Any], tmp_path: Path) -> None:
+    """With master copies, in the same layout; and every rank keeps a quarter, as a dry run tells."""
+    assert results["sharded"]["equal"]
+    source = source_of("tied-llama", tmp_path)
+    (kind,) = dry_run(plan_of(source, {**LAYOUTS["dp4-zero3"], "precision": "bf16-mixed"}), source).ranks
+    assert kind.ranks == (0, 1, 2, 3)
+    for held in results["sharded"]["held"]:
+        assert held["parameters_bytes"] == held["gradients_bytes"] == kind.built.parameters_bytes
+        assert abs(held["optimizer_bytes"] - kind.built.optimizer_bytes) <= kind.tolerance_bytes
+
+
 def test_the_loss_scale_and_tied_parameters_go_on(results: dict[str, Any]) -> None:
     """In fp16 with replicas, tied parameters and dropout, after the scale has fallen."""
     runs = results["scaled_losses"]
