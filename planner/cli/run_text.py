@@ -17,6 +17,8 @@ def run_text(plan: Plan, measured: MeasuredRun) -> str:
     parts = [head, f"{bold('loss')} {first:.4f} -> {last:.4f}", _speed(plan, measured), _memory(plan, measured)]
     if measured.reference_losses:
         parts.insert(2, _reference(measured))
+    if measured.warnings:
+        parts.append("\n".join((bold("warnings"), *(f"  {each}" for each in measured.warnings))))
     if measured.decisions:
         parts.append(
             "\n".join((bold("decisions"), *(f"  step {each.step}: {each.text}" for each in measured.decisions)))

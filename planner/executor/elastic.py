@@ -135,6 +135,7 @@ class Elastic:
         self._launch: _Launch | None = None
         self._segments: list[Segment] = []
         self._decisions: list[Decision] = []
+        self._warnings: list[str] = []
 
     def run(self) -> MeasuredRun:
         """Train to the last step.
@@ -188,6 +189,7 @@ class Elastic:
         assert launch is not None
         launch.record(line)
         self._log(str(line))
+        self._warnings += [] if line.warning is None else [line.warning]
         kept = newest_step(self._checkpoints)
         if kept > launch.kept:
             launch.kept = kept
@@ -298,7 +300,8 @@ class Elastic:
         self._log(f"elastic: {text}")
 
     def _whole(self, measured: MeasuredRun) -> MeasuredRun:
-        return measured.model_copy(update={"segments": tuple(self._segments), "decisions": tuple(self._decisions)})
+        told = {"decisions": tuple(self._decisions), "warnings": tuple(self._warnings)}
+        return measured.model_copy(update={"segments": tuple(self._segments), **told})
 
 
 class _Launch:

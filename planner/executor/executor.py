@@ -21,6 +21,7 @@ from planner.executor.data import DataSpec, load_dataset
 from planner.executor.loss import load_loss, loss_of_pieces
 from planner.executor.memory import peak_bytes, reset_peak
 from planner.executor.mesh import build_mesh
+from planner.executor.out_of_memory import telling_out_of_memory
 from planner.executor.pieces import pieces_of
 from planner.executor.report import gather, rank_of
 from planner.executor.settings import DEFAULT_LEARNING_RATE, DEFAULT_TIMEOUT_SECONDS, CheckpointPolicy
@@ -78,15 +79,16 @@ class Executor:
         self.device = choose_device(device)
         self._made_group = _join(self.device, timeout_seconds)
         self.mesh = build_mesh(grid, self.device.type)
-        self.part = build_rank(
-            self.plan,
-            self.source,
-            self.mesh,
-            device=self.device,
-            seed=seed,
-            learning_rate=learning_rate,
-            loss=load_loss(loss, self.source.input_kind),
-        )
+        with telling_out_of_memory(self.plan, self.mesh, self.device, "while its part was built"):
+            self.part = build_rank(
+                self.plan,
+                self.source,
+                self.mesh,
+                device=self.device,
+                seed=seed,
+                learning_rate=learning_rate,
+                loss=load_loss(loss, self.source.input_kind),
+            )
         self._seed = seed
         dataset = load_dataset(data, data_spec(self.plan, self.source), seed=seed)
         self._trainer = Trainer(self.plan, self.part, self.mesh, dataset, device=self.device, clip=max_gradient_norm)
@@ -110,7 +112,7 @@ class Executor:
         Raises:
             DocumentError: the checkpoint folder cannot be used, or its newest checkpoint is of the last step already.
             MismatchError: the checkpoint was trained otherwise.
-            RunError: it is damaged; or the loss is not a number any more.
+            RunError: it is damaged; the loss is not a number any more; or memory ran out.
         """
         if steps < 1:
             raise DocumentError(f"cannot be {steps}.", field="steps", mend="give a whole number of at least 1.")
@@ -126,7 +128,8 @@ class Executor:
             records = self._trainer.train(steps, report, first=first, keeper=keeper, asked_to_stop=asked_to_stop)
         peak = peak_bytes(self.device)
         mine = rank_of(self.part.module, self.part.optimizer, self.mesh, peak_bytes=peak)
-        return gather(self.plan, self.source.name, self.device, mine, records, first)
+        measured = gather(self.plan, self.source.name, self.device, mine, records, first)
+        return measured.model_copy(update={"warnings": self._trainer.warnings})
 
     @property
     def stopped(self) -> bool:

@@ -15,35 +15,50 @@ from planner.errors import RunError
 
 WORD_SECONDS = 2.0
 """How long to wait for the word of others."""
+RECORDED = {"reduce": "in the reduction of gradients", "optimizer": "in the update"}
+"""What is recorded besides the schedule's actions, in words."""
 BACKWARDS = "BI"
 """Actions that need the gradient of the stage behind."""
 
 
-def is_timeout(error: RuntimeError) -> bool:
+def is_timeout(error: BaseException) -> bool:
     """Does this error of a collective or a receive say that nobody came in time?"""
     text = str(error).lower()
     return "timed out" in text or "timeout" in text
 
 
-def waited_in_vain(rank: int, ranks: int, step: int, action: _Action | None) -> RunError:
-    """The error of a rank that gave up."""
+def waited_in_vain(rank: int, ranks: int, step: int, place: str) -> RunError:
+    """The error of a rank that gave up; `place`: what `where` and `awaited` tell."""
     silent = _without_word(rank, ranks)
     suspects = ", ".join(map(str, silent)) or "none"
     return RunError(
-        f"rank {rank} waited in vain in step {step}, {_where(action)}; ranks that did not wait themselves: {suspects}.",
+        f"rank {rank} waited in vain in step {step}, {place}; ranks that did not wait themselves: {suspects}.",
         field="timeout",
         mend="look what those ranks were doing; where a step takes so long, give a longer timeout.",
     )
 
 
-def _where(action: _Action | None) -> str:
+def where(recorded: str | None, action: _Action | None, phase: str) -> str:
+    """Where a rank is in its step.
+
+    Args:
+        recorded: name of the open record (`planner.executor.timeline.Recorder.doing`).
+        action: of the schedule, at hand; None outside of the pipeline's part of the step.
+        phase: what the training loop does outside of it.
+    """
+    if recorded in RECORDED:
+        return RECORDED[recorded]
+    return phase if action is None else f"in {action}"
+
+
+def awaited(action: _Action | None, stages: int) -> str:
+    """What an action needs from another stage, in words that follow `where`; empty when it needs nothing."""
     if action is None:
-        return "in a collective between its actions"
-    text = str(action)
-    kind = "".join(letter for letter in text if letter.isalpha())
-    if kind in BACKWARDS:
-        return f"in {text}, for the gradient of stage {action.stage_index + 1}"
-    return f"in {text}, for the output of stage {action.stage_index - 1}" if kind == "F" else f"in {text}"
+        return ""
+    kind = "".join(letter for letter in str(action) if letter.isalpha())
+    if kind in BACKWARDS and action.stage_index + 1 < stages:
+        return f", for the gradient of stage {action.stage_index + 1}"
+    return f", for the output of stage {action.stage_index - 1}" if kind == "F" and action.stage_index else ""
 
 
 def _without_word(rank: int, ranks: int) -> list[int]:

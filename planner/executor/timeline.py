@@ -32,6 +32,11 @@ class Recorder:
         self._open: tuple[str, object] | None = None
         self._origin: object = None
 
+    @property
+    def doing(self) -> str | None:
+        """Name of the action that has started and not ended; None between actions."""
+        return None if self._open is None else self._open[0]
+
     def begin_step(self) -> None:
         """Start recording; every time counts from here."""
         self._marks.clear()

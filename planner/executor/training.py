@@ -15,10 +15,13 @@ from planner.errors import RunError
 from planner.executor import gradients
 from planner.executor.build import RankPart
 from planner.executor.data import Dataset, Inputs, local_part
-from planner.executor.hang import is_timeout, waited_in_vain
+from planner.executor.hang import awaited, is_timeout, waited_in_vain, where
+from planner.executor.memory import peak_bytes
 from planner.executor.mesh import Mesh
 from planner.executor.optimizer import COMPUTE_DTYPE
+from planner.executor.out_of_memory import is_out_of_memory, ran_out
 from planner.executor.report import StepRecord
+from planner.executor.spikes import SpikeWatch
 from planner.spec.plan import Plan
 
 RECORDED_STEPS = 64
@@ -35,6 +38,8 @@ class Metrics:
     tokens_per_second: float
     loss_scale: float | None = None
     """After the step, in fp16: it halves when the step was skipped, for its gradients overflowed."""
+    warning: str | None = None
+    """A loss spike, in words: see `planner.executor.spikes`."""
 
 
 class Keeper(Protocol):
@@ -58,6 +63,10 @@ class Trainer:
         self._clip = clip
         self._dtype = COMPUTE_DTYPE[plan.request.job.precision]
         self._asked_to_stop: Callable[[], bool] = _never
+        self._phase = ""
+        self._spikes = SpikeWatch()
+        self.warnings: tuple[str, ...] = ()
+        """Of the last training."""
         self.stopped = False
         """Some rank was told to stop, so all did, before the last step."""
 
@@ -80,6 +89,7 @@ class Trainer:
                 come in time.
         """
         self._asked_to_stop, self.stopped = asked_to_stop or _never, False
+        self._spikes, self.warnings = SpikeWatch(), ()
         records: list[StepRecord] = []
         for step in range(first, steps):
             records.append(self._step_in_time(step))
@@ -89,7 +99,9 @@ class Trainer:
             job = self._plan.request.job
             rate = job.global_batch_size * (job.sequence_length or 1) / records[-1].seconds
             scale = self._part.scaler.scale if self._part.scaler is not None else None
-            on_step(Metrics(step, records[-1].loss, records[-1].seconds, rate, scale))
+            warning = self._spikes.look(step, records[-1].loss)
+            self.warnings += () if warning is None else (warning,)
+            on_step(Metrics(step, records[-1].loss, records[-1].seconds, rate, scale, warning))
             if keeper is not None:
                 keeper.after_step(step + 1, last=self.stopped or step + 1 == steps)
             if self.stopped:
@@ -99,18 +111,31 @@ class Trainer:
     def _step_in_time(self, step: int) -> StepRecord:
         try:
             return self._step(step)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
+            recorded, action = self._part.recorder.doing, self._part.runtime.doing
+            place = where(recorded, action, self._phase)
+            if is_out_of_memory(error):
+                raise self._ran_out(error, f"in step {step}, {place}") from error
             if not is_timeout(error):
                 raise
-            raise waited_in_vain(self._mesh.rank, self._mesh.grid.size, step, self._part.runtime.doing) from error
+            if recorded is None:
+                place += awaited(action, len(self._plan.stages))
+            raise waited_in_vain(self._mesh.rank, self._mesh.grid.size, step, place) from error
+
+    def _ran_out(self, error: BaseException, place: str) -> RunError:
+        mesh, used = self._mesh, peak_bytes(self._device)
+        return ran_out(error, self._plan, rank=mesh.rank, pipeline=mesh.pipeline, where=place, used_bytes=used)
 
     def _step(self, step: int) -> StepRecord:
+        self._phase = "while it read its samples"
         inputs, targets = self._read(step)
         self._part.streams.step = step
+        self._phase = "in the barrier before its first action"
         dist.barrier()
         started = time.perf_counter()
         self._part.recorder.begin_step()
         loss = self._part.runtime.run_step(inputs, targets)
+        self._phase = "in the norm of the gradients"
         self._finish_gradients()
         factor = self._gradient_factor()
         with self._part.recorder.span("optimizer"):
@@ -121,6 +146,7 @@ class Trainer:
             torch.cuda.synchronize(self._device)
         seconds = time.perf_counter() - started
         spans = self._part.recorder.end_step()
+        self._phase = "in the sum of the loss"
         return StepRecord(self._global_loss(loss, step), seconds, spans)
 
     def _read(self, step: int) -> tuple[Inputs, torch.Tensor | None]:

@@ -83,6 +83,8 @@ class MeasuredRun(Document):
     ranks: tuple[MeasuredRank, ...]
     actions: tuple[MeasuredAction, ...] = ()
     """Of the recorded step, the median one after warm-up."""
+    warnings: tuple[str, ...] = ()
+    """Loss spikes, in words: see `planner.executor.spikes`."""
     segments: tuple[Segment, ...] = ()
     """Of an elastic run: what the launches before the last one trained; steps after a checkpoint were trained twice."""
     decisions: tuple[Decision, ...] = ()

@@ -1,0 +1,96 @@
+"""Out of memory: which rank, in which action, for how many bytes, against what the plan predicted, and what to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from planner.errors import RunError
+from planner.executor.memory import peak_bytes
+from planner.executor.mesh import Mesh
+from planner.spec.plan import Alternative, Plan
+
+CPU_ALLOCATOR = re.compile(r"you tried to allocate (\d+) bytes")
+CUDA_ALLOCATOR = re.compile(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB|TiB)")
+UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Is this an error of an allocator: CUDA's, the CPU's (a plain RuntimeError), or Python's own?"""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and CPU_ALLOCATOR.search(str(error)) is not None
+
+
+def asked_bytes(error: BaseException) -> int | None:
+    """Bytes that the allocator was asked for; None where the error does not tell."""
+    text = str(error)
+    if match := CPU_ALLOCATOR.search(text):
+        return int(match[1])
+    if match := CUDA_ALLOCATOR.search(text):
+        return round(float(match[1]) * UNITS[match[2]])
+    return None
+
+
+def ran_out(error: BaseException, plan: Plan, *, rank: int, pipeline: int, where: str, used_bytes: int) -> RunError:
+    """The error of a rank that ran out of memory.
+
+    Args:
+        pipeline: the rank's pipeline coordinate, which its prediction stands under.
+        where: step and action, in words.
+        used_bytes: at the rank's peak so far.
+    """
+    asked = asked_bytes(error)
+    wanted = "more memory" if asked is None else f"{asked} bytes more"
+    row = next((row for row in plan.prediction.memory if row.pipeline_rank == pipeline), None)
+    promised = (
+        "the plan has no prediction"
+        if row is None
+        else f"the plan predicted a peak of {row.peak_bytes} of {row.capacity_bytes} bytes"
+    )
+    needed = used_bytes + (asked or 0)
+    return RunError(
+        f"rank {rank} ran out of memory {where}: it asked for {wanted} at a peak of {used_bytes}; {promised}.",
+        field="memory",
+        mend=_mend(plan, needed, None if row is None else row.peak_bytes),
+    )
+
+
+@contextmanager
+def telling_out_of_memory(plan: Plan, mesh: Mesh, device: torch.device, where: str) -> Iterator[None]:
+    """Within, errors of an allocator become those of `ran_out`."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        used = peak_bytes(device)
+        raise ran_out(error, plan, rank=mesh.rank, pipeline=mesh.pipeline, where=where, used_bytes=used) from error
+
+
+def next_that_fits(plan: Plan, needed_bytes: int, predicted_bytes: int) -> Alternative | None:
+    """The fastest alternative that fits even if its prediction is as far below the truth as the plan's was."""
+    factor = max(needed_bytes / predicted_bytes, 1.0) if predicted_bytes else 1.0
+    capacity = min(row.capacity_bytes for row in plan.prediction.memory)
+    return next((each for each in plan.alternatives if each.peak_bytes * factor <= capacity), None)
+
+
+def _mend(plan: Plan, needed: int, predicted: int | None) -> str:
+    if predicted is None:
+        return "plan for less memory per device, or smaller micro-batches."
+    found = next_that_fits(plan, needed, predicted)
+    if found is not None:
+        layout = found.layout
+        return (
+            f"the plan's next alternative that fits: data {layout.data_parallel_degree} x tensor "
+            f"{layout.tensor_parallel_degree} x pipeline {layout.pipeline_parallel_degree}, micro-batch "
+            f"{layout.micro_batch_size}, {layout.schedule}, recompute {layout.recompute}, with a predicted peak of "
+            f"{found.peak_bytes} bytes, {100 * found.slowdown:.1f} % slower; plan with --fix to get it."
+        )
+    return (
+        f"no alternative of the plan fits; plan again with a job's memory_headroom that is larger by "
+        f"{max(needed - predicted, 0)} bytes."
+    )

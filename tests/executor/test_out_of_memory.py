@@ -1,0 +1,101 @@
+"""Out of memory: the allocators' errors, what is told, and a real one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from planner.errors import RunError
+from planner.executor import Executor
+from planner.executor.out_of_memory import asked_bytes, is_out_of_memory, next_that_fits, ran_out
+from planner.spec import Layout, Plan
+from planner.spec.plan import Alternative, RankMemory
+from tests.executor.plans import make_plan, source_of
+
+CUDA = torch.OutOfMemoryError(
+    "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.00 GiB is free."
+)
+CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to "
+                   "allocate 4096 bytes. Error code 12 (Cannot allocate memory)")  # fmt: skip
+TOO_MUCH_BYTES = 1 << 50
+MIB = 1 << 20
+
+
+def greedy_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Asks the CPU's allocator for more than any machine has."""
+    return logits.sum() + torch.empty(TOO_MUCH_BYTES, dtype=torch.uint8).sum()
+
+
+def with_memory(plan: Plan, peak: int, capacity: int, *alternatives: tuple[int, float]) -> Plan:
+    """A plan that predicts this memory, with alternatives of (peak bytes, slowdown)."""
+    rows = tuple(
+        RankMemory(**dict.fromkeys(RankMemory.model_fields, 0) | {"pipeline_rank": rank, "peak_bytes": peak,
+                                                                  "capacity_bytes": capacity})
+        for rank in range(plan.layout.pipeline_parallel_degree)
+    )  # fmt: skip
+    others = tuple(
+        Alternative(
+            layout=Layout(tensor_parallel_degree=4, recompute="full"),
+            micro_batches=1,
+            layers_per_stage=(1,),
+            step_seconds=1 + slowdown,
+            slowdown=slowdown,
+            peak_bytes=peak_bytes,
+            reason="",
+        )
+        for peak_bytes, slowdown in alternatives
+    )
+    prediction = plan.prediction.model_copy(update={"memory": rows})
+    return plan.model_copy(update={"prediction": prediction, "alternatives": others})
+
+
+def test_errors_of_allocators() -> None:
+    """CUDA's, the CPU's and Python's own, with the bytes that they tell; nothing else."""
+    assert [is_out_of_memory(error) for error in (CUDA, CPU, MemoryError())] == [True] * 3
+    assert [asked_bytes(error) for error in (CUDA, CPU, MemoryError())] == [3 << 29, 4096, None]
+    assert not is_out_of_memory(RuntimeError("Timed out"))
+    assert not is_out_of_memory(ValueError("you tried to allocate 1 bytes"))
+
+
+def test_all_is_told() -> None:
+    """Rank, action, bytes asked and used, the prediction, and the first alternative that fits with the same error."""
+    plan = with_memory(make_plan(("a", "b"), (1, 1)), 60 * MIB, 70 * MIB, (65 * MIB, 0.01), (40 * MIB, 0.125))
+    error = ran_out(CPU, plan, rank=3, pipeline=1, where="in step 2, in 1F5", used_bytes=80 * MIB)
+    assert str(error).startswith(
+        f"memory: rank 3 ran out of memory in step 2, in 1F5: it asked for 4096 bytes more at a peak of {80 * MIB}; "
+        f"the plan predicted a peak of {60 * MIB} of {70 * MIB} bytes."
+    )
+    mend = error.problems[0].mend
+    assert "next alternative that fits: data 1 x tensor 4 x pipeline 1" in mend
+    assert f"recompute full, with a predicted peak of {40 * MIB} bytes, 12.5 % slower" in mend
+
+
+def test_what_the_prediction_missed_counts_for_alternatives() -> None:
+    """A plan that really needs a third more than it predicted: so may they."""
+    plan = with_memory(make_plan(("a", "b")), 60 * MIB, 70 * MIB, (65 * MIB, 0.01), (50 * MIB, 0.02))
+    best = next_that_fits(plan, 60 * MIB, 60 * MIB)
+    assert best is not None
+    assert best.peak_bytes == 65 * MIB
+    worse = next_that_fits(plan, 80 * MIB, 60 * MIB)
+    assert worse is not None
+    assert worse.peak_bytes == 50 * MIB
+    assert next_that_fits(plan, 120 * MIB, 60 * MIB) is None
+    told = ran_out(MemoryError(), plan, rank=0, pipeline=0, where="there", used_bytes=120 * MIB)
+    assert f"memory_headroom that is larger by {60 * MIB} bytes" in told.problems[0].mend
+
+
+def test_a_real_one(tmp_path: Path) -> None:
+    """The CPU's allocator refuses in the last stage's forward."""
+    source = source_of("mlp", tmp_path)
+    plan = make_plan([layer.name for layer in source.cut().layers], sequence_length=0)
+    loss = f"{__name__}:greedy_loss"
+    executor = Executor(plan, source, data="synthetic", device="cpu", loss=loss)
+    try:
+        with pytest.raises(
+            RunError, match=rf"rank 0 ran out of memory in step 0, in 0F0: it asked for {TOO_MUCH_BYTES}"
+        ):
+            executor.train(steps=1)
+    finally:
+        executor.close()
