@@ -1,0 +1,75 @@
+"""Trains with ZeRO under torchrun, beside tensor and pipeline parallelism, and compares it with one process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.torchrun.cases import IN_A_LOOP, IN_A_V, ONE_STEP, SHORT, STEEP_LOSS, Case, run
+
+FAST: dict[str, Any] = {"steps": 3, "learning_rate": 1e-3}
+REPLICAS: dict[str, Any] = {"data": 4, "micro_batches": 2}
+STAGES: dict[str, Any] = {"data": 2, "micro_batches": 3}
+SHARDS: dict[str, Any] = {"data": 2, "tensor": 2, "micro_batches": 2}
+SGD: dict[str, Any] = {"optimizer": "sgd"}
+CASES = {
+    "dp4-zero1": Case("llama", (6,), {**REPLICAS, "zero": 1}, clip=0.5, **FAST),
+    "dp4-zero2": Case("gpt2", (6,), {**REPLICAS, "zero": 2, "recompute": {2: "full"}}, clip=0.5, **FAST),
+    "dp4-zero3": Case("gpt2", (6,), {**REPLICAS, "zero": 3, "recompute": {1: "full", 3: "selective"}}, **FAST),
+    "dp2-pp2-zero1": Case("gpt2", (3, 3), {**STAGES, "zero": 1}, clip=0.5, **FAST),
+    "dp2-pp2-zero3": Case("llama", (2, 4), {**STAGES, "zero": 3, "recompute": {4: "full"}}, clip=0.5, **FAST),
+    "dp2-zb-h1-zero1": Case("llama", (3, 3), {**STAGES, "zero": 1, "schedule": "zb-h1"}, **SHORT),
+    "dp2-zb-v-zero2": Case("gpt2", (1, 2, 2, 1), {**STAGES, **IN_A_V, "zero": 2}, clip=0.5, **SHORT),
+    "dp2-zb-v-zero3": Case("gpt2", (1, 2, 2, 1), {**STAGES, **IN_A_V, "zero": 3}, clip=0.5, **SHORT),
+    "dp2-loop-zero3": Case("llama", (2, 1, 1, 2), {**STAGES, **IN_A_LOOP, "zero": 3}, **SHORT),
+    "dp2-tp2-zero1": Case("qwen3", (6,), {**SHARDS, "zero": 1}, clip=0.5, **SHORT),
+    "dp2-tp2-zero3": Case("tied-llama", (6,), {**SHARDS, "zero": 3}, clip=0.5, **SHORT),
+    "dp2-tp2-sp-zero3": Case("qwen3", (6,), {**SHARDS, "zero": 3, "sequence_parallel": True}, clip=0.5, **SHORT),
+    "dp2-cp2-zero2": Case("llama", (6,), {"data": 2, "context": 2, "micro_batches": 2, "zero": 2}, **SHORT),
+    # An encoder's output that every decoder layer reads; layers that are one module, or have no parameters.
+    "dp2-pp2-t5-zero3": Case("t5", (5, 2), {**STAGES, "micro_batch_size": 2, "zero": 3}, clip=0.5, **SHORT),
+    "dp2-pp2-sequential-zero3": Case(
+        "mlp",
+        (2, 4),
+        {
+            **STAGES,
+            "sequence_length": 0,
+            "micro_batch_size": 2,
+            "optimizer": "momentum",
+            "zero": 3,
+            "recompute": {1: "full", 3: "selective"},
+        },
+        steps=3,
+        learning_rate=0.05,
+    ),
+    # One step of plain SGD with rate 1 moves every parameter by its gradient.
+    "gradients-zero2": Case("gpt2", (3, 3), {**STAGES, **SGD, "zero": 2}, clip=0.5, **ONE_STEP),
+    "gradients-zero3": Case("gpt2", (1, 2, 2, 1), {**STAGES, **SGD, **IN_A_V, "zero": 3}, clip=0.5, **ONE_STEP),
+}
+HALF = {
+    "fp16-mixed-zero3": Case(
+        "gpt2", (3, 3), {**STAGES, "precision": "fp16-mixed", "zero": 3}, clip=0.5, loss=STEEP_LOSS
+    ),
+    "bf16-mixed-zero2": Case("llama", (6,), {**SHARDS, "precision": "bf16-mixed", "zero": 2}, clip=0.5, **FAST),
+    "bf16-zero1": Case("llama", (6,), {**REPLICAS, "precision": "bf16", "zero": 1}, clip=0.5, **FAST),
+}
+
+
+def main() -> None:
+    """Run all cases; rank 0 writes their differences to the file that is named."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    cases = {**CASES, **HALF}
+    results = {name: run(cases[name]) for name in sys.argv[2:] or cases}
+    if dist.get_rank() == 0:
+        Path(sys.argv[1]).write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
