@@ -127,7 +127,8 @@ steps = st.builds(
 @given(instances(), st.integers(0, 3), st.data())
 def test_predictions_agree(instance: Instance, zero: int, data: st.DataObject) -> None:
     """A whole prediction, every part of time and memory, for any stage map and ZeRO stage."""
-    possible = list(layouts(instance.profile, instance.cluster, instance.job))
+    every = layouts(instance.profile, instance.cluster, instance.job)
+    possible = [layout for layout in every if layout.virtual_stages_per_rank == 1]
     if not possible:
         return
     layout = data.draw(st.sampled_from(possible)).model_copy(update={"zero_stage": zero})
