@@ -9,7 +9,7 @@ tensor-parallel regions (`profiler.sequence_parallel`). No process group is need
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -68,7 +68,7 @@ class Exchanges:
 
 def border_split(split: Split) -> Split:
     """What of a split shapes the tensors that layers hand on."""
-    return Split(split.tensor, sequence=True) if split.sequence else WHOLE
+    return Split(split.tensor, sequence=True) if split.sequence else replace(WHOLE, context=split.context)
 
 
 def shard_layer(layer: nn.Module, source: ModelSource, index: int, split: Split) -> Exchanges:
@@ -79,7 +79,10 @@ def shard_layer(layer: nn.Module, source: ModelSource, index: int, split: Split)
     """
     styles = tensor_parallel.split_modules(layer, tensor_parallel.plan(source)) if split.tensor > 1 else {}
     if not split.sequence:
-        return shard(layer, styles, split.tensor)
+        exchanges = shard(layer, styles, split.tensor)
+        if split.context > 1:
+            _share_context(layer, split.context, exchanges)
+        return exchanges
     chain = source.cut().chain
     assert isinstance(chain, TransformerChain)  # else no sequence is split
     plan = SequencePlan.of(layer, chain.blocks_name, styles)
@@ -123,6 +126,26 @@ def shard(
             if name not in in_regions:
                 _add_row_exchange(module, exchanges)
     return exchanges
+
+
+def _share_context(layer: nn.Module, ranks: int, exchanges: Exchanges) -> None:
+    """Let a layer work as on the last of these context-parallel ranks: its tokens attend to all others."""
+    from profiler.sequence import KeyValues, Pieces, use_lower_right
+
+    def gather(part: Tensor) -> Tensor:
+        whole: Tensor = collectives.Enter.apply(part, ranks, -2)  # type: ignore[no-untyped-call]
+        exchanges.add("forward", "all_gather", whole, "context")
+        if whole.requires_grad:
+            exchanges.add("backward", "reduce_scatter", whole, "context")
+        return whole
+
+    def run(inputs: Tensor) -> Any:
+        pieces = Pieces(inputs.shape[1] * ranks, context_ranks=ranks, context_rank=ranks - 1)
+        return forward(inputs, past=KeyValues(pieces, gather).past(0))
+
+    forward = layer.forward
+    use_lower_right(layer)
+    layer.forward = run
 
 
 def _share_sequence(

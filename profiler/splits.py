@@ -38,17 +38,26 @@ def splits(
     sequence_length: int = 0,
     with_sequence: bool = False,
     expert_degrees: Iterable[int] = (1,),
+    context_degrees: Iterable[int] = (1,),
 ) -> tuple[Split, ...]:
-    """Every mix of these degrees.
+    """Every mix of these degrees; context parallelism with tensor parallelism only.
 
     Args:
         sequence_length: tokens per sample; sequence parallelism takes those tensor degrees that divide it, which are
             all for 0.
         with_sequence: each tensor-parallel degree also with sequence parallelism.
+        context_degrees: those that divide the sequence are taken.
     """
     tensor_degrees, expert_degrees = tuple(tensor_degrees), tuple(expert_degrees)
     plain = [Split(tensor, expert=expert) for expert in expert_degrees for tensor in tensor_degrees]
+    pieces = [context for context in context_degrees if context > 1 and sequence_length % context == 0]
+    plain += [Split(tensor, context=context) for context in pieces for tensor in tensor_degrees]
     if not with_sequence:
         return tuple(plain)
-    shared = [replace(each, sequence=True) for each in plain if each.tensor > 1 and sequence_length % each.tensor == 0]
+    shared = [replace(each, sequence=True) for each in plain if _can_share(each, sequence_length)]
     return (*plain, *shared)
+
+
+def _can_share(split: Split, sequence_length: int) -> bool:
+    """Can its tensor-parallel ranks share out the tokens between their regions?"""
+    return split.tensor > 1 and split.context == 1 and sequence_length % split.tensor == 0

@@ -68,6 +68,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="T,T,...",
         help="tensor-parallel degrees (default: 1; analytic: all that the model allows)",
     )
+    add_option(
+        parser,
+        "--context-parallel",
+        positive_ints,
+        metavar="C,C,...",
+        help="context-parallel degrees of causal language models (default: 1; analytic only)",
+    )
     parser.add_argument("--dtype", choices=get_args(DataType), help="default: fp32 on cpu, else bf16")
     add_option(
         parser,
@@ -132,7 +139,8 @@ def _counted(arguments: argparse.Namespace) -> ModelProfile:
 
     sizes = arguments.micro_batch_sizes or MICRO_BATCH_SIZES
     dtype: DataType = arguments.dtype or "bf16"
-    if arguments.model in names() and not arguments.cut:
+    context = arguments.context_parallel or (1,)
+    if arguments.model in names() and not arguments.cut and context == (1,):
         from profiler.counted import counted_profile
 
         lengths = sequence_lengths(arguments.sequence_length, entry(arguments.model).longest_sequence)
@@ -157,6 +165,7 @@ def _counted(arguments: argparse.Namespace) -> ModelProfile:
                 sequence_length=length,
                 micro_batch_sizes=sizes,
                 tensor_parallel_degrees=arguments.tensor_parallel or source.tensor_parallel_degrees(),
+                context_parallel_degrees=context,
                 dtype=dtype,
                 progress=progress.update,
             ),
@@ -165,6 +174,12 @@ def _counted(arguments: argparse.Namespace) -> ModelProfile:
 
 
 def _measured(arguments: argparse.Namespace) -> ModelProfile:
+    if arguments.context_parallel is not None:
+        raise DocumentError(
+            "context-parallel ranks are counted, not measured.",
+            field="--context-parallel",
+            mend="leave it out, or give --device analytic:ID.",
+        )
     # Read when torch is loaded. Threads that spin while they wait would measure other processes, not the kernels.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from profiler.measure import TIME_BUDGET_SECONDS, profile
