@@ -1,15 +1,19 @@
 """All layouts x contiguous partitions x recompute choices of a small request, priced by the validator's own equations.
 
-The oracle of the search: it shares no line with cost model and search, except that schedules write their own actions.
+The oracle of the search: it shares no line with cost model and search, except that schedules write their own actions,
+and that the rule by which layers are dealt to several stages per rank is the search's (it has tests of its own).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations, pairwise, product
+from itertools import combinations, islice, pairwise, product
+from typing import Any
 
-from planner.schedule import build
+from planner.errors import LayoutError
+from planner.schedule import Schedule, build
+from planner.search.dealt import deal
 from planner.spec.cluster import Cluster
 from planner.spec.job import WHOLE_PARAMETERS, Job
 from planner.spec.layout import Layout
@@ -21,7 +25,23 @@ from planner.validate.prediction import StepCheck
 from planner.validate.prices import Prices
 
 StageMap = tuple[tuple[tuple[int, RecomputeMode], ...], ...]
-SCHEDULES = ("gpipe", "1f1b")
+PARTITIONED = ("gpipe", "1f1b")
+"""Schedules whose stage map is free; the others take the one of the rule (E1), (E2)."""
+DEALT = (
+    "eager-1f1b",
+    "interleaved-1f1b",
+    "interleaved-memory-optimised",
+    "looped-bfs",
+    "zb-h1",
+    "zb-h1-fused",
+    "zb-h2",
+    "zb-v",
+    "hanayo",
+)
+SPLIT = ("zb-h1", "zb-h2", "zb-v")
+"""Of them, those with I and W: the executor does not recompute under them."""
+MOST_VIRTUAL_STAGES = 8
+_MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -46,21 +66,42 @@ class Priced:
 
 
 def layouts(profile: ModelProfile, cluster: Cluster, job: Job) -> Iterator[Layout]:
-    """Every layout that the executor could run, constraints apart."""
+    """Every layout of the space, constraints apart."""
     rows = [{(row.micro_batch_size, row.tensor_parallel_degree) for row in one.measurements} for one in profile.layers]
+    whole = job.optimizer in WHOLE_PARAMETERS
     for size, tensor in sorted(set.intersection(*rows)):
-        if tensor > 1 and job.optimizer in WHOLE_PARAMETERS:
+        if tensor > 1 and whole:
             continue
         for data, pipeline in product(range(1, cluster.devices + 1), range(1, len(profile.layers) + 1)):
             if data * tensor * pipeline == cluster.devices and job.global_batch_size % (data * size) == 0:
-                for schedule in SCHEDULES:
+                micro_batches = job.global_batch_size // (data * size)
+                for zero, order in product(
+                    (0,) if whole or data == 1 else (0, 1, 2, 3), orders(profile, pipeline, micro_batches)
+                ):
                     yield Layout(
                         data_parallel_degree=data,
                         tensor_parallel_degree=tensor,
                         pipeline_parallel_degree=pipeline,
                         micro_batch_size=size,
-                        schedule=schedule,
+                        zero_stage=zero,
+                        **order,
                     )
+
+
+def orders(profile: ModelProfile, pipeline: int, micro_batches: int) -> Iterator[dict[str, Any]]:
+    """Schedule, stages per rank and recomputation that so many ranks and micro-batches take."""
+    yield from ({"schedule": name} for name in PARTITIONED)
+    offered = {row.recompute for layer in profile.layers for row in layer.measurements}
+    for name, virtual in product(DEALT, range(1, MOST_VIRTUAL_STAGES + 1)):
+        if pipeline == 1 or pipeline * virtual > len(profile.layers):
+            continue
+        try:
+            build(name, ranks=pipeline, micro_batches=micro_batches, virtual_stages=virtual)
+        except LayoutError:
+            continue
+        for mode in _MODES:
+            if mode == "none" or (mode in offered and name not in SPLIT):
+                yield {"schedule": name, "virtual_stages_per_rank": virtual, "recompute": mode}
 
 
 def place(layout: Layout, devices_per_node: int) -> tuple[RankPlacement, ...]:
@@ -97,12 +138,29 @@ def stage_maps(known: Facts) -> Iterator[StageMap]:
             yield tuple(layers[start:end] for start, end in pairwise((0, *cuts, count)))
 
 
+def dealt_map(prices: Prices, schedule: Schedule) -> StageMap:
+    """The stage map of the rule, for the validator's prices."""
+    wish = prices.facts.layout.recompute
+    chosen = [wish if wish in options else next(iter(options)) for options in prices.layers]
+    priced = [options[mode] for options, mode in zip(prices.layers, chosen, strict=True)]
+    work = [one.whole_forward + one.whole_backward_input + one.backward_weight for one in priced]
+    sizes = deal(tuple(work), schedule.stage_ranks)
+    layers = iter(enumerate(chosen))
+    return tuple(tuple(islice(layers, size)) for size in sizes)
+
+
 def price(known: Facts) -> Iterator[Priced]:
     """Every stage map of one layout, priced."""
     layout, prices = known.layout, Prices(known)
-    schedule = build(layout.schedule, ranks=layout.pipeline_parallel_degree, micro_batches=known.micro_batches)
+    schedule = build(
+        layout.schedule,
+        ranks=layout.pipeline_parallel_degree,
+        micro_batches=known.micro_batches,
+        virtual_stages=layout.virtual_stages_per_rank,
+    )
     actions = parse(schedule.to_text())
-    for stage_map in stage_maps(known):
+    is_free = layout.schedule in PARTITIONED
+    for stage_map in stage_maps(known) if is_free else (dealt_map(prices, schedule),):
         step = StepCheck(prices, stage_map, actions)
         yield Priced(layout, stage_map, step.step_nanoseconds(), tuple(row.peak_bytes for row in step.memory()))
 

@@ -10,13 +10,14 @@ last digit. Per layer l, recompute mode r, micro-batch:
     (T3)  u(l)   = optimizer step over the layer's parameters: measured for AdamW, times the bytes that the job's
                    optimizer moves / those that AdamW moves; else the bytes that it reads and writes over the memory
                    bandwidth; for Muon also the FLOPs of its matrix products                -> optimizer_ticks
-    (T4)  g(l)   = all-reduce of the layer's gradients over the data- and context-parallel ranks (ZeRO 1 and 2:
-                   reduce-scatter and all-gather; experts: over those that hold the same experts), its latency apart
-                   (`reduction_latency_ticks`, once per stage); what backward hides of it is the step's business
-                                                                                            -> reduction_ticks
-    (T6)  ZeRO 3: every micro-batch gathers the layer's parameters for its forward and again for its backward, and
-                  scatters its gradients; beside compute when the framework overlaps it, of which `overlap_fraction`
-                  can hide it; what is left adds to f and b (Zhao et al. 2023, PyTorch FSDP)  -> gather_ticks
+    (T4)  g(l)   = all-reduce of the layer's gradients over the data- and context-parallel ranks (ZeRO 1:
+                   reduce-scatter and all-gather; ZeRO 2: all-gather; experts: over those that hold the same experts),
+                   its latency apart (`reduction_latency_ticks`, once per stage); what backward hides of it is the
+                   step's business                                                          -> reduction_ticks
+    (T6)  ZeRO 2: every micro-batch scatters the layer's gradients, since no rank keeps them whole; ZeRO 3: it also
+                  gathers the layer's parameters for its forward and again for its backward; beside compute when the
+                  framework overlaps it, of which `overlap_fraction` can hide it; what is left adds to f and b
+                  (Rajbhandari et al. 2020; Zhao et al. 2023, PyTorch FSDP)                   -> gather_ticks
     (T5)  c(s)   = latency + bytes of every tensor that crosses the boundary / bandwidth    -> transfer_ticks()
 """
 
@@ -363,9 +364,19 @@ class _LayerPricing:
             )
         )
 
+    def _parts(self, parameters: int) -> tuple[tuple[int, Group], ...]:
+        """Elements by the ranks that hold the same ones: experts, and all others."""
+        experts = self.plain.local_expert_parameters
+        both = ((parameters - experts, self.groups.data), (experts, self.groups.expert_data))
+        return tuple(part for part in both if part[0])
+
     def _optimizer_ticks(self, count: ParameterCount) -> int:
-        shards = self.groups.data.ranks if self.layout.zero_stage else 1
-        return ticks((self._moving_seconds(count) + self._muon_seconds()) / shards)
+        seconds = self._moving_seconds(count) + self._muon_seconds()
+        if not (self.layout.zero_stage and self.plain.local_expert_parameters):
+            return ticks(seconds / (self.groups.data.ranks if self.layout.zero_stage else 1))
+        return ticks(
+            sum(seconds * elements / count.elements / group.ranks for elements, group in self._parts(count.elements))
+        )
 
     def _moving_seconds(self, count: ParameterCount) -> float:
         """Of the optimizer's states, gradients and parameters."""
@@ -392,19 +403,19 @@ class _LayerPricing:
         return flops * (row.forward_seconds or 0.0) / max(1, row.forward_flops)
 
     def _reduction_ticks(self, parameters: int) -> int:
-        experts = self.plain.local_expert_parameters
-        dense = self._reduction_seconds(parameters - experts, self.groups.data)
-        return ticks(dense + self._reduction_seconds(experts, self.groups.expert_data))
+        return ticks(sum(self._reduction_seconds(elements, group) for elements, group in self._parts(parameters)))
 
     def _reduction_seconds(self, parameters: int, group: Group) -> float:
-        """Equation (T4); under ZeRO 3 every micro-batch does it instead."""
+        """Equation (T4); under ZeRO 3 every micro-batch does it instead, under ZeRO 2 the first half of it."""
         work, ogp, zero = self.work, self.work.recipe, self.layout.zero_stage
         if zero == 3:
             return 0.0
         if zero == 0:
             return _bandwidth_seconds(work, "all_reduce", parameters * ogp.gradient_bytes, group)
-        scatter = _bandwidth_seconds(work, "reduce_scatter", parameters * ogp.gradient_bytes, group)
-        return scatter + _bandwidth_seconds(work, "all_gather", parameters * self._computed_bytes, group)
+        gather = _bandwidth_seconds(work, "all_gather", parameters * self._computed_bytes, group)
+        if zero == 2:
+            return gather
+        return gather + _bandwidth_seconds(work, "reduce_scatter", parameters * ogp.gradient_bytes, group)
 
     @property
     def _computed_bytes(self) -> int:
@@ -413,11 +424,14 @@ class _LayerPricing:
 
     def _gathers(self, parameters: int, forward: int, backward: int) -> tuple[int, int]:
         """Exposed ticks in forward and backward of `forward` and `backward` ticks of compute: equation (T6)."""
-        if self.layout.zero_stage < 3:
+        zero, ogp, parts = self.layout.zero_stage, self.work.recipe, self._parts(parameters)
+        if zero < 2:
             return 0, 0
-        group, ogp = self.groups.data, self.work.recipe
-        gather = self._collective_seconds("all_gather", parameters * self._computed_bytes, group)
-        scatter = self._collective_seconds("reduce_scatter", parameters * ogp.gradient_bytes, group)
+        gather = scatter = 0.0
+        for elements, group in parts:
+            scatter += self._collective_seconds("reduce_scatter", elements * ogp.gradient_bytes, group)
+            if zero == 3:
+                gather += self._collective_seconds("all_gather", elements * self._computed_bytes, group)
         hides = self.work.constants.overlap_fraction if self.work.framework.overlaps_gathers else 0.0
         again = 0.0 if self.work.framework.keeps_gathered else gather
         in_backward = ticks(again) + ticks(scatter)

@@ -12,12 +12,15 @@ forward ticks f, cheapest backward ticks b, and W = sum of f + b over all layers
     (B3)  T >= sum of F(k) over k < s + M w(s) + tail(s): a rank reduces and updates after its own work; the mean over
           all ranks is (M W + sum of all tails) / P                                                -> lower_bound()
 
+    (B4)  T >= sum of f + b - w over all layers, w the weight gradient: one micro-batch goes down and up, and a schedule
+          that splits the backward lets nobody wait for w                                        -> any_order_bound()
+
 They are cheap and weak; a layout that they leave open is bounded over its segments next (`planner.search.paths`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from planner.cost import LayerCost, LayoutCosts, reserved_bytes
 from planner.errors import UnsupportedError
@@ -39,6 +42,23 @@ def warm_ups(costs: LayoutCosts) -> tuple[int, ...]:
     if name == "gpipe":
         return (costs.micro_batches,) * ranks
     return tuple(min(costs.micro_batches, ranks - rank) for rank in range(ranks))
+
+
+def any_order_bound(costs: LayoutCosts, modes: Sequence[Sequence[LayerCost]]) -> int:
+    """Ticks that no stage map beats under any schedule, with any number of stages per rank: (B1), (B3)'s mean, (B4)."""
+    count, stages = costs.micro_batches, costs.layout.pipeline_parallel_degree
+    least = {id(options): work_of(options) for options in modes}
+    work = sum(least[id(options)][0] for options in modes)
+    longest = max(each[0] for each in least.values())
+    mean = -(-(count * work + _all_tails(costs, modes)) // stages)
+    passing = sum(least[id(options)][1] for options in modes)
+    return max(count * longest, mean, passing) + costs.reduction_latency_ticks
+
+
+def work_of(options: Iterable[LayerCost]) -> tuple[int, int]:
+    """Fewest ticks of a layer for one micro-batch: of all its work, and of what the layers before it wait for."""
+    work = min(cost.forward_ticks + cost.backward_ticks for cost in options)
+    return work, min(cost.forward_ticks + cost.backward_ticks - cost.backward_weight_ticks for cost in options)
 
 
 def lower_bound(costs: LayoutCosts, modes: Sequence[Sequence[LayerCost]], warm_up: Sequence[int]) -> int:
@@ -72,13 +92,19 @@ def _worked_on(count: int, forward: int, backward: int, warm_up: Sequence[int]) 
     return max(even, int(fitted * (1 - 1e-9)))
 
 
+def room_bytes(costs: LayoutCosts) -> int:
+    """What OGP, activations and the layers' own temporaries of a device may take together."""
+    workspace = int(costs.work.constants.workspace_bytes)
+    return costs.work.capacity_bytes - reserved_bytes(costs.work) - costs.gathered_bytes - workspace
+
+
 def may_fit(costs: LayoutCosts, modes: Sequence[Sequence[LayerCost]], in_flight: Sequence[int]) -> bool:
     """False only if no stage map can fit: a relaxation that spreads bytes freely over the stages.
 
     A stage with o bytes of OGP has room for at most (room - o) / in_flight bytes of activations per micro-batch; so the
     most activations fit when the OGP lies where most micro-batches are in flight.
     """
-    room = costs.work.capacity_bytes - reserved_bytes(costs.work)
+    room = room_bytes(costs)
     ogp = sum(options[0].ogp_bytes for options in modes)
     ogp -= sum((len(shared.layers) - 1) * shared.ogp_bytes for shared in costs.shared)
     activations = sum(min(cost.activation_bytes for cost in options) for options in modes)

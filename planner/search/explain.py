@@ -8,7 +8,7 @@ from planner.cost import LayoutCosts, choose, predict_step
 from planner.search.inside import least_memory
 from planner.search.result import Candidate, Found
 from planner.search.segments import allowed_modes
-from planner.search.solve import recompute_wish
+from planner.search.space import recompute_wish
 from planner.spec.layout import Layout
 from planner.spec.plan import Alternative, Miss, Prediction
 
@@ -25,8 +25,13 @@ _DEGREES = {
     "data_parallel_degree": "data",
     "tensor_parallel_degree": "tensor",
     "pipeline_parallel_degree": "pipeline",
+    "context_parallel_degree": "context",
+    "expert_parallel_degree": "expert",
+    "zero_stage": "ZeRO",
+    "sequence_parallel": "sequence parallelism",
     "micro_batch_size": "micro-batch size",
     "schedule": "schedule",
+    "virtual_stages_per_rank": "stages per rank",
     "recompute": "recompute",
 }
 MOST_MISSES = 3
@@ -112,15 +117,7 @@ def explanation(best: Candidate, prediction: Prediction, found: Found) -> tuple[
 
 def misses(found: Found) -> tuple[Miss, ...]:
     """The layouts that come nearest to fitting, and by how much each misses."""
-    nearest = sorted(found.unfit, key=_even_share)[: 8 * MOST_MISSES]
-    return tuple(sorted(map(_miss, nearest), key=lambda miss: miss.missing_bytes)[:MOST_MISSES])
-
-
-def _even_share(costs: LayoutCosts) -> float:
-    """Bytes per device if everything were spread evenly: a cheap order of how near layouts come."""
-    ogp = sum(min(cost.ogp_bytes for cost in options.values()) for options in costs.layers)
-    activations = max(min(cost.activation_bytes for cost in options.values()) for options in costs.layers)
-    return ogp / costs.layout.pipeline_parallel_degree + activations
+    return tuple(sorted(map(_miss, found.unfit), key=lambda miss: miss.missing_bytes)[:MOST_MISSES])
 
 
 def _miss(costs: LayoutCosts) -> Miss:

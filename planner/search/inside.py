@@ -23,12 +23,11 @@ from planner.cost import (
     choose,
     durations,
     evaluate,
-    reserved_bytes,
     schedule_of,
     tail_ticks,
 )
 from planner.schedule import Schedule, critical_path, in_flight_per_stage
-from planner.search.bounds import BOUNDED, warm_ups
+from planner.search.bounds import BOUNDED, room_bytes, warm_ups
 from planner.search.paths import Cut, Path, Ways, most_even, segment_bounds
 from planner.search.recompute import cheapest_modes
 from planner.search.segments import LayerModes, Segments, Table
@@ -82,7 +81,7 @@ class LayoutSearch:
         limit_ticks: int = NO_LIMIT,
         must_fit: bool = True,
     ) -> None:
-        room = costs.work.capacity_bytes - reserved_bytes(costs.work) if must_fit else _UNBOUNDED_BYTES
+        room = room_bytes(costs) if must_fit else _UNBOUNDED_BYTES
         self.costs = costs
         self.segments = Segments(costs, modes, in_flight(costs), room)
         self.open = self.segments.fits.copy()
@@ -234,4 +233,4 @@ def least_memory(costs: LayoutCosts, modes: tuple[LayerModes, ...]) -> tuple[int
     assert found is not None, "a layout has no more stages than layers"
     needed, path = found
     peaks = [int(segments.least_bytes[stage, x, y]) for stage, (x, y) in enumerate(path)]
-    return peaks.index(needed), needed + reserved_bytes(costs.work)
+    return peaks.index(needed), needed + costs.work.capacity_bytes - room_bytes(costs)

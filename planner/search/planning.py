@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from itertools import accumulate, islice
+from itertools import accumulate
 
 from planner import __version__
 from planner.cost import (
@@ -21,12 +21,15 @@ from planner.cost import (
 )
 from planner.errors import LayoutError, MismatchError, UnsupportedError
 from planner.schedule import Schedule, canonical_name, find
+from planner.search.bounds import BOUNDED
+from planner.search.dealt import dealt_sizes, stage_map_of
 from planner.search.explain import alternatives, explanation, misses, predictions, with_recompute
 from planner.search.inside import LayoutSearch, solve_layout
 from planner.search.result import Callbacks, Found
+from planner.search.rivals import rivals
 from planner.search.segments import allowed_modes
-from planner.search.solve import search
-from planner.search.space import Space, layouts
+from planner.search.solve import search, unfit
+from planner.search.space import Space, space_of
 from planner.spec.calibration import Constants
 from planner.spec.cluster import Cluster
 from planner.spec.document import digest
@@ -84,11 +87,19 @@ def plan(request: PlanRequest, profile: ModelProfile, *, callbacks: Callbacks | 
             mend="give the profile that the request names.",
         )
     work = workload(profile, request.cluster, request.job)
-    space = layouts(work)
-    if not space.layouts:
+    space = space_of(work)
+    if not space.families:
         return Infeasible(reasons=space.reasons)
-    found = search(work, space.layouts, request.options, callbacks or Callbacks())
-    return _answer(request, work, space, found)
+    return _answer(request, work, space, _search(work, space, request.options, callbacks or Callbacks()))
+
+
+def _search(work: Workload, space: Space, options: Options, callbacks: Callbacks) -> Found:
+    state = search(work, space, options, callbacks)
+    if state.best is None:
+        return Found((), state.report(), tuple(unfit(work, space)))
+    candidates = sorted((state.best, *rivals(state, options.top)), key=lambda one: one.ticks)
+    state.take(candidates[0])  # a search that was stopped may be beaten by its own alternatives
+    return Found(tuple(candidates), state.report(), ())
 
 
 def _answer(request: PlanRequest, work: Workload, space: Space, found: Found) -> Plan | Infeasible:
@@ -131,10 +142,10 @@ def stages_of(costs: LayoutCosts, stage_map: StageMap, schedule: Schedule) -> tu
 def _infeasible(work: Workload, space: Space, found: Found) -> Infeasible:
     nearest = misses(found)
     if not found.report.optimal:
-        reason = f"no plan was found within the time limit over {len(space.layouts)} layouts; there may be one"
+        reason = f"no plan was found within the time limit over {space.count} layouts; there may be one"
     else:
         reason = (
-            f"none of the {len(space.layouts)} layouts fits {work.device.id}: every stage map needs more than the "
+            f"none of the {space.count} layouts fits {work.device.id}: every stage map needs more than the "
             f"{work.capacity_bytes} bytes that the job may use of its {work.device.memory_bytes}"
         )
     advice = [
@@ -159,8 +170,8 @@ def predict(
     """Time and memory of one given layout, whether it fits or not.
 
     Without `layers_per_stage`, the stage map is the fastest for this layout that fits, else the fastest at all. With
-    it, and ``per-layer`` recomputation, the same holds for what recomputes. With several stages per rank, stages hold
-    equal numbers of layers unless `layers_per_stage` tells them.
+    it, and ``per-layer`` recomputation, the same holds for what recomputes. Under schedules whose partition the search
+    does not look for (several stages per rank, split backwards), layers are dealt as `planner.search.dealt` says.
 
     Args:
         profile: of the model.
@@ -189,9 +200,10 @@ def predict(
 
 
 def _stage_map(costs: LayoutCosts, counts: Sequence[int] | None) -> StageMap:
-    if costs.layout.virtual_stages_per_rank > 1:
-        return _several_per_rank(costs, counts)
-    return _given(costs, counts) if counts else _fastest(costs)
+    layout = costs.layout
+    if layout.schedule in BOUNDED or (layout.recompute == "per-layer" and layout.virtual_stages_per_rank == 1):
+        return _given(costs, counts) if counts else _fastest(costs)
+    return _alike(costs, counts)
 
 
 def _check_virtual_stages(layout: Layout) -> None:
@@ -258,20 +270,16 @@ def _given(costs: LayoutCosts, counts: Sequence[int]) -> StageMap:
     raise AssertionError("without a memory limit every partition has a price")
 
 
-def _several_per_rank(costs: LayoutCosts, counts: Sequence[int] | None) -> StageMap:
-    """Given or equal numbers of layers, all recomputed as the layout says: partitions are searched for one stage per
-    rank only."""
+def _alike(costs: LayoutCosts, counts: Sequence[int] | None) -> StageMap:
+    """Given or dealt numbers of layers, all recomputed as the layout says, as the search has them for this schedule."""
     if costs.layout.recompute == "per-layer":
         raise UnsupportedError(
             "per-layer recomputation is chosen for one stage per rank only.",
             field="layout.recompute",
             mend="use none, selective or full with several stages per rank.",
         )
-    stages = costs.layout.pipeline_parallel_degree * costs.layout.virtual_stages_per_rank
-    least, more = divmod(len(costs.layers), stages)
-    layers = iter(enumerate(allowed_modes(costs, (costs.layout.recompute,))))
-    sizes = counts or [least + (stage < more) for stage in range(stages)]
-    return [[(layer, modes[0].mode) for layer, modes in islice(layers, size)] for size in sizes]
+    modes = tuple(options[:1] for options in allowed_modes(costs, (costs.layout.recompute,)))
+    return stage_map_of(modes, counts or dealt_sizes(costs, modes))
 
 
 def _fastest(costs: LayoutCosts) -> StageMap:

@@ -1,12 +1,12 @@
 """Best-first search over layouts, to a proven optimum of the cost model.
 
-    (F1)  every layout has a lower bound that no stage map beats, and a better one from its segments
-                                                            -> planner.search.bounds, planner.search.paths
-    (F2)  always take up the layout of least bound: bound it better, or, when that is done, solve it
-    (F3)  once the least bound is no better than the incumbent, no open layout is: the incumbent is proven -> search()
+    (F1)  everything open has a lower bound that no stage map of any of its layouts beats: a family from the work of its
+          layers alone, its layouts of one ZeRO stage from their costs, a layout from its schedule, then from its
+          segments or its dealt stage map  -> planner.search.bounds, planner.search.paths, planner.search.dealt
+    (F2)  always take up what has the least bound: open the family, bound the layout better, or, when that is done,
+          solve it                                                                                -> _take_up()
+    (F3)  once the least bound is no better than the incumbent, nothing open is: the incumbent is proven -> search()
     (F4)  lower bound of the space = least bound of what is not proven; gap = (step - bound) / step       -> report()
-    (F5)  alternatives: the layouts of least bounds beside the winner, each with the best stage map found within a fixed
-          amount of work; they are real plans, but not proven to be their layouts' best                   -> rivals()
 
 Ties go to the smaller bound, then to the order of enumeration, so the same request gives the same plan.
 """
@@ -15,50 +15,125 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from planner.cost import TICK_SECONDS, LayoutCosts, Workload, layout_costs, schedule_of
-from planner.search.bounds import lower_bound, may_fit, warm_ups
+from planner.cost import (
+    TICK_SECONDS,
+    LayoutCosts,
+    StageMap,
+    Workload,
+    choose,
+    evaluate,
+    held_stages,
+    layout_costs,
+    schedule_of,
+    stage_memory,
+)
+from planner.schedule import in_flight_per_stage
+from planner.search.bounds import any_order_bound, lower_bound, may_fit, warm_ups, work_of
+from planner.search.dealt import dealt_sizes, layout_schedule, layout_traits, map_bound, may_hold, stage_map_of
 from planner.search.inside import NO_LIMIT, Inside, LayoutSearch, Outcome
-from planner.search.result import Callbacks, Candidate, Found, Progress
+from planner.search.result import Callbacks, Candidate, Progress
 from planner.search.segments import LayerModes, allowed_modes
-from planner.spec.job import Constraint, Range
-from planner.spec.layout import Layout
+from planner.search.space import Family, Order, Space, recompute_wish
+from planner.spec.layout import Layout, RecomputeWord, ZeroStage
 from planner.spec.plan import Options, SearchReport
 
 _OPTIMAL_GAP = 1e-6
-_RIVAL_POOL = 4
-"""Layouts that are bounded again, for each alternative wanted."""
-_RIVAL_ROUNDS = 1
-"""Rounds of the search inside a rival layout: work, not time, so that the answer is always the same."""
+_NEAREST = 8
+"""Families among which the nearest misses are looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The layouts of a family with one ZeRO stage: their layers cost the same."""
+
+    family: Family
+    zero_stage: ZeroStage
+    costs: LayoutCosts
+
+    def costs_of(self, order: Order) -> LayoutCosts:
+        """The costs of one of them."""
+        return replace(self.costs, layout=self.family.layout(self.zero_stage, order))
+
+
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """Those of a group whose stage map is dealt and whose layers all recompute alike."""
+
+    group: Group
+    modes: tuple[LayerModes, ...]
+    """One for every layer."""
+    orders: tuple[Order, ...]
+
+    @property
+    def family(self) -> Family:
+        """Theirs."""
+        return self.group.family
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """A layout whose stage map is to be searched."""
+
+    costs: LayoutCosts
+    modes: tuple[LayerModes, ...]
+    is_tight: bool = False
+    """Bounded over its segments too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """A layout whose stage map is dealt by a rule."""
+
+    costs: LayoutCosts
+    modes: tuple[LayerModes, ...]
+    stage_map: StageMap | None = None
+    """None: not dealt yet, and bounded by its layers alone."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Open:
-    """A layout that is bounded but not solved; least bound first."""
+    """What is bounded but not solved; least bound first."""
 
     bound_ticks: int
-    order: int
-    is_tight: bool = field(compare=False)
-    """Bounded over its segments too."""
-    costs: LayoutCosts = field(compare=False)
-    modes: tuple[LayerModes, ...] = field(compare=False)
+    order: tuple[int, ...]
+    """Place in the enumeration of the space."""
+    item: Family | Group | Alike | Searched | Dealt = field(compare=False)
+
+    @property
+    def count(self) -> int:
+        """Number of layouts."""
+        match self.item:
+            case Family(count=count):
+                return count
+            case Group(family=family):
+                return len(family.orders)
+            case Alike(orders=orders):
+                return len(orders)
+        return 1
 
 
 @dataclass
-class _State:
+class State:
     """The search as it runs."""
 
+    work: Workload
     considered: int
     deadline: float
     callbacks: Callbacks
-    heap: list[Open]
     started: float = field(default_factory=time.monotonic)
+    heap: list[Open] = field(default_factory=list)
     solved: int = 0
     best: Candidate | None = None
-    bounds: dict[int, Open] = field(default_factory=dict)
-    """Latest bound of every layout that may fit, by order."""
+    bounds: dict[tuple[int, ...], Open] = field(default_factory=dict)
+    """Latest bound of everything that may fit, by its place in the enumeration."""
+
+    @property
+    def wish(self) -> tuple[str, ...]:
+        """Recompute modes that the job permits."""
+        return recompute_wish(self.work.job.constraints.get("recompute"))
 
     @property
     def limit_ticks(self) -> int:
@@ -71,22 +146,22 @@ class _State:
             return 0.0
         return self.deadline - time.monotonic()
 
-    def take(self, inside: Inside, costs: LayoutCosts) -> None:
-        """Keep a stage map that beats the incumbent."""
-        if inside.stage_map and inside.step and inside.step.total_ticks < self.limit_ticks:
-            self.best = Candidate(costs, schedule_of(costs), inside.stage_map, inside.step)
+    def take(self, found: Candidate) -> None:
+        """Keep a plan that beats the incumbent."""
+        if found.ticks < self.limit_ticks:
+            self.best = found
 
-    def close(self, layout: Open) -> None:
-        """No stage map of the layout fits and beats the incumbent; without an incumbent, none fits at all."""
+    def close(self, one: Open) -> None:
+        """No stage map of it fits and beats the incumbent; without an incumbent, none fits at all."""
         if self.best is None:
-            del self.bounds[layout.order]
+            self.bounds.pop(one.order, None)
         else:
-            self.bounds[layout.order] = replace(layout, bound_ticks=max(layout.bound_ticks, self.limit_ticks))
+            self.bounds[one.order] = replace(one, bound_ticks=max(one.bound_ticks, self.limit_ticks))
 
-    def push(self, layout: Open) -> None:
-        """Open a layout again with a better bound."""
-        self.bounds[layout.order] = layout
-        heapq.heappush(self.heap, layout)
+    def push(self, one: Open) -> None:
+        """Open a part of the space, again with a better bound or for the first time."""
+        self.bounds[one.order] = one
+        heapq.heappush(self.heap, one)
 
     def report(self) -> SearchReport:
         """Equation (F4)."""
@@ -94,7 +169,7 @@ class _State:
         incumbent = self.best.ticks if self.best else None
         bound = min(left, self.limit_ticks)
         gap = (incumbent - bound) / incumbent if incumbent else 0.0
-        still_open = sum(layout.bound_ticks < self.limit_ticks for layout in self.heap)
+        still_open = sum(one.count for one in self.heap if one.bound_ticks < self.limit_ticks)
         return SearchReport(
             layouts_considered=self.considered,
             layouts_pruned=self.considered - self.solved - still_open,
@@ -113,7 +188,7 @@ class _State:
         self.callbacks.on_progress(
             Progress(
                 layouts_considered=self.considered,
-                layouts_done=self.considered - len(self.heap),
+                layouts_done=report.layouts_pruned + report.layouts_solved,
                 incumbent_seconds=self.best.ticks * TICK_SECONDS if self.best else None,
                 lower_bound_seconds=report.lower_bound_seconds,
                 gap=report.gap if self.best else None,
@@ -122,76 +197,166 @@ class _State:
         )
 
 
-def search(work: Workload, layouts: Sequence[Layout], options: Options, callbacks: Callbacks) -> Found:
-    """Find and prove the best plan over the given layouts: equations (F1) to (F5)."""
-    started = time.monotonic()
-    wish = recompute_wish(work.job.constraints.get("recompute"))
-    every = [bounded(work, layout, wish, order) for order, layout in enumerate(layouts)]
-    fitting = [one for one in every if _may_fit(one)]
-    heapq.heapify(heap := list(fitting))
-    state = _State(len(layouts), started + options.time_limit_seconds, callbacks, heap, started)
-    state.bounds = {one.order: one for one in fitting}
+def search(work: Workload, space: Space, options: Options, callbacks: Callbacks) -> State:
+    """Find and prove the best plan of the space: equations (F1) to (F4). Where the search ended."""
+    state = State(work, space.count, time.monotonic() + options.time_limit_seconds, callbacks)
+    for one in _families(work, space):
+        state.push(one)
     while state.heap and state.heap[0].bound_ticks < state.limit_ticks and state.seconds_left() > 0:
-        _take_up(state, heapq.heappop(state.heap))
+        for part in take_up(state, heapq.heappop(state.heap)):
+            state.push(part)
         state.tell()
     if state.heap and state.heap[0].bound_ticks >= state.limit_ticks:
         state.heap.clear()
-    report = state.report()
-    if state.best is None:
-        return Found((), report, tuple(one.costs for one in every))
-    return Found((state.best, *rivals(state.best, state.bounds.values(), options.top)), report, ())
+    return state
 
 
-def _take_up(state: _State, layout: Open) -> None:
-    """Bound a layout over its segments, or solve it: equation (F2)."""
+def _families(work: Workload, space: Space) -> Iterator[Open]:
+    """Families with what their layers take at least: M micro-batches of all layers, spread evenly over the ranks."""
+    known: dict[tuple[int, int, int, int, bool], tuple[int, int, int]] = {}
+    for place, family in enumerate(space.families):
+        if family.split not in known:
+            known[family.split] = _least_work(work, family)
+        total, longest, passing = known[family.split]
+        count = family.micro_batches
+        yield Open(max(-(-count * total // family.pipeline), count * longest, passing), (place,), family)
+
+
+def _least_work(work: Workload, family: Family) -> tuple[int, int, int]:
+    """Ticks of all layers, of the longest, and of one way down and up, for one micro-batch of any such family."""
+    layers = layout_costs(work, family.layout(0, family.orders[0])).layers
+    least = {id(options): work_of(options.values()) for options in layers}
+    ticks = [least[id(options)] for options in layers]
+    return sum(each[0] for each in ticks), max(each[0] for each in ticks), sum(each[1] for each in ticks)
+
+
+def take_up(state: State, one: Open) -> Iterator[Open]:
+    """Open a family, bound a layout better, or solve it: equation (F2). What is still open of it."""
+    state.bounds.pop(one.order, None)
+    match one.item:
+        case Family() as family:
+            yield from _groups(state, one, family)
+        case Group() as group:
+            yield from _orders(state, one, group)
+        case Alike() as alike:
+            yield from _alike(one, alike)
+        case Searched() as layout:
+            yield from _searched(state, one, layout)
+        case Dealt() as layout:
+            yield from _dealt(state, one, layout)
+
+
+def _groups(state: State, one: Open, family: Family) -> Iterator[Open]:
+    """Every ZeRO stage that may fit with a single micro-batch in flight."""
+    for zero_stage in family.zero_stages:
+        costs = layout_costs(state.work, family.layout(zero_stage, family.orders[0]))
+        modes = allowed_modes(costs, state.wish)
+        if may_fit(costs, modes, (1,) * family.pipeline):
+            bound = max(one.bound_ticks, any_order_bound(costs, modes))
+            yield Open(bound, (*one.order, zero_stage), Group(family, zero_stage, costs))
+
+
+def _orders(state: State, one: Open, group: Group) -> Iterator[Open]:
+    """Every order that may fit."""
+    alike: dict[RecomputeWord, list[Order]] = {}
+    for place, order in enumerate(group.family.orders):
+        if order.is_dealt:
+            alike.setdefault(order.recompute, []).append(order)
+            continue
+        costs = group.costs_of(order)
+        modes = allowed_modes(costs, state.wish)
+        if may_fit(costs, modes, warm_ups(costs)):
+            bound = max(one.bound_ticks, lower_bound(costs, modes, warm_ups(costs)))
+            yield Open(bound, (*one.order, place), Searched(costs, modes))
+    for place, (mode, orders) in enumerate(alike.items(), start=len(group.family.orders)):
+        modes = tuple(options[:1] for options in allowed_modes(group.costs, (mode,)))
+        if may_fit(group.costs, modes, (1,) * group.family.pipeline):
+            bound = max(one.bound_ticks, any_order_bound(group.costs, modes))
+            yield Open(bound, (*one.order, place), Alike(group, modes, tuple(orders)))
+
+
+def _alike(one: Open, alike: Alike) -> Iterator[Open]:
+    for place, order in enumerate(alike.orders):
+        yield Open(one.bound_ticks, (*one.order, place), Dealt(alike.group.costs_of(order), alike.modes))
+
+
+def _searched(state: State, one: Open, layout: Searched) -> Iterator[Open]:
     search = LayoutSearch(layout.costs, layout.modes, limit_ticks=state.limit_ticks)
     search.start()
     if search.is_empty:
-        state.close(layout)
+        state.close(one)
         return
-    bound = max(layout.bound_ticks, search.bound)
+    bound, tight = max(one.bound_ticks, search.bound), replace(layout, is_tight=True)
     if not layout.is_tight:
-        state.push(Open(bound, layout.order, True, layout.costs, layout.modes))
+        yield Open(bound, one.order, tight)
         return
     inside = search.finish(state.seconds_left)
-    state.take(inside, layout.costs)
-    if inside.outcome is not Outcome.STOPPED:
-        state.solved += 1
+    if inside.stage_map and inside.step:
+        state.take(Candidate(layout.costs, schedule_of(layout.costs), inside.stage_map, inside.step))
+    yield from _after(state, one, tight, inside)
+
+
+def _after(state: State, one: Open, layout: Searched, inside: Inside) -> Iterator[Open]:
+    if inside.outcome is Outcome.STOPPED:
+        yield Open(max(one.bound_ticks, inside.bound_ticks), one.order, layout)
+        return
+    state.solved += 1
+    if inside.outcome is Outcome.NOT_BETTER:
+        state.close(one)
     else:
-        state.push(Open(max(bound, inside.bound_ticks), layout.order, True, layout.costs, layout.modes))
+        state.bounds[one.order] = Open(inside.bound_ticks, one.order, layout)
 
 
-def rivals(best: Candidate, layouts: Iterable[Open], top: int) -> tuple[Candidate, ...]:
-    """The next best plans of other layouts: equation (F5)."""
-    others = sorted(one for one in layouts if one.costs is not best.costs)[: _RIVAL_POOL * top]
-    searches = []
-    for layout in others:
-        search = LayoutSearch(layout.costs, layout.modes)
-        search.start()
-        if not search.is_empty:
-            searches.append(search)
-    searches.sort(key=lambda search: search.bound)
-    found = []
-    for search in searches[:top]:
-        search.improve(_RIVAL_ROUNDS)
-        if search.best is not None:
-            found.append(Candidate(search.costs, search.schedule, *search.best))
-    return tuple(sorted(found, key=lambda candidate: candidate.ticks)[:top])
+def _dealt(state: State, one: Open, layout: Dealt) -> Iterator[Open]:
+    costs = layout.costs
+    if layout.stage_map is None:
+        sizes = dealt_sizes(costs, layout.modes)
+        if may_hold(costs, layout.modes, sizes):
+            stage_map = stage_map_of(layout.modes, sizes)
+            bound = map_bound(costs, layout_traits(costs), choose(costs, stage_map))
+            yield Open(max(one.bound_ticks, bound), one.order, replace(layout, stage_map=stage_map))
+        return
+    state.solved += 1
+    found = dealt_candidate(layout)
+    if found is not None:
+        state.bounds[one.order] = replace(one, bound_ticks=found.ticks)
+        state.take(found)
 
 
-def bounded(work: Workload, layout: Layout, wish: tuple[str, ...], order: int = 0) -> Open:
-    """A layout with its lower bound: equation (F1)."""
+def dealt_candidate(layout: Dealt) -> Candidate | None:
+    """The only plan of a layout whose stage map is known, simulated; None when it does not fit."""
+    assert layout.stage_map is not None
+    costs, schedule = layout.costs, layout_schedule(layout.costs)
+    stages = choose(costs, layout.stage_map)
+    memory = stage_memory(costs, stages, in_flight_per_stage(schedule), held_stages(schedule))
+    if any(row.peak_bytes > row.capacity_bytes for row in memory):
+        return None
+    return Candidate(costs, schedule, layout.stage_map, evaluate(costs, schedule, stages))
+
+
+def bounded(work: Workload, layout: Layout, wish: tuple[str, ...]) -> Open:
+    """One layout of a bounded schedule with its first lower bound."""
     costs = layout_costs(work, layout)
     modes = allowed_modes(costs, wish)
-    return Open(lower_bound(costs, modes, warm_ups(costs)), order, False, costs, modes)
+    return Open(lower_bound(costs, modes, warm_ups(costs)), (), Searched(costs, modes))
 
 
-def _may_fit(layout: Open) -> bool:
-    return may_fit(layout.costs, layout.modes, warm_ups(layout.costs))
+def unfit(work: Workload, space: Space) -> Iterator[LayoutCosts]:
+    """Layouts among which the nearest miss is: of the families that need least when all is spread evenly."""
+    priced: list[tuple[float, int, Family, LayoutCosts]] = []
+    for family in space.families:
+        order = next((one for one in family.orders if not one.is_dealt), None)
+        if order is not None:
+            costs = layout_costs(work, family.layout(family.zero_stages[-1], order))
+            priced.append((_even_share(costs), len(priced), family, costs))
+    for _, _, family, costs in heapq.nsmallest(_NEAREST, priced):
+        for order in family.orders:
+            if not order.is_dealt:
+                yield replace(costs, layout=family.layout(family.zero_stages[-1], order))
 
 
-def recompute_wish(constraint: Constraint | None) -> tuple[str, ...]:
-    """Recompute modes that the job permits."""
-    if constraint is None or isinstance(constraint, Range):
-        return ("per-layer",)
-    return tuple(map(str, constraint)) if isinstance(constraint, tuple) else (str(constraint),)
+def _even_share(costs: LayoutCosts) -> float:
+    """Bytes per device if everything were spread evenly: a cheap order of how near layouts come."""
+    ogp = sum(min(cost.ogp_bytes for cost in options.values()) for options in costs.layers)
+    activations = max(min(cost.activation_bytes for cost in options.values()) for options in costs.layers)
+    return ogp / costs.layout.pipeline_parallel_degree + activations

@@ -1,78 +1,174 @@
-"""The layouts of a workload: every mix of degrees, micro-batch size and schedule that the search may choose.
+"""The layouts of a workload, as families: all that agree in their degrees and micro-batch size.
 
-The executor runs more: several stages per rank, and schedules whose bounds are not known.
+(D1)  data x tensor x pipeline x context = devices; the expert degree divides data x context           -> families()
+(D2)  global batch = data x micro-batch size x micro-batches                                           -> families()
+(D3)  micro-batch sizes, tensor, context and expert degrees and sequence parallelism are those that the profile has
+      rows for: refuse, never guess                                                                    -> families()
+(D4)  a stage has a layer at least: pipeline x virtual stages <= layers                                -> orders()
+      and equal pieces: the sequence divides by context x tensor degree under sequence parallelism, by the context
+      degree without; not both kinds of pieces at once, which the executor refuses                     -> families()
+(D5)  optimizers that update whole matrices (Adafactor, Muon) take no tensor parallelism and no ZeRO   -> families()
+(D6)  within a family: every ZeRO stage, every order of the micro-batches                              -> Family
+(D7)  orders: schedules whose partition and recomputation are searched (`BOUNDED`), and those that take the stage map
+      of `planner.search.dealt` and recompute all layers alike: with several stages per rank, up to
+      `MOST_VIRTUAL_STAGES`, or with a split backward                                                  -> orders()
 
-(D1)  data x tensor x pipeline = devices                                                      -> layouts()
-(D2)  global batch = data x micro-batch size x micro-batches                                  -> layouts()
-(D3)  micro-batch sizes and tensor degrees are those that the profile has: refuse, never guess -> layouts()
-(D4)  a stage has a layer at least: pipeline <= layers                                        -> layouts()
-(D5)  optimizers that update whole matrices (Adafactor, Muon) take no tensor parallelism      -> layouts()
+Schedules whose actions overlap in pairs are left out: the executor runs the two one after the other, so the time that
+a simulation promises would not be met.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from planner.cost import Workload
-from planner.errors import UnknownNameError, UnsupportedError
-from planner.schedule import canonical_name
+from planner.errors import LayoutError, UnknownNameError, UnsupportedError
+from planner.schedule import Requirement, build, canonical_name, find, names, requirements
+from planner.schedule.entry import Shape
 from planner.search.bounds import BOUNDED
-from planner.spec.job import WHOLE_PARAMETERS, Constraint, Job, Range, Scalar, allows
-from planner.spec.layout import Layout
+from planner.spec.job import WHOLE_PARAMETERS, Constraint, Job, Range, allows
+from planner.spec.layout import Layout, RecomputeWord, ZeroStage
+from planner.spec.profile import Measurement, RecomputeMode
 
-FIXED: dict[str, Scalar] = {
-    "context_parallel_degree": 1,
-    "expert_parallel_degree": 1,
-    "virtual_stages_per_rank": 1,
-    "zero_stage": 0,
-    "sequence_parallel": False,
-    "sequence_chunks": 1,
-}
-"""Layout fields that the search chooses with one value only."""
+MOST_VIRTUAL_STAGES = 8
+"""On one rank."""
 RECOMPUTE_WISHES = ("none", "selective", "full", "per-layer")
+MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
+Rows = tuple[dict[RecomputeMode, Measurement], ...]
+"""Per layer: its measurements by recompute mode."""
+
+
+def _dealt_schedules() -> tuple[str, ...]:
+    """Schedules of the space besides the bounded ones."""
+    entries = [find(name) for name in names(runnable_only=True) if name not in BOUNDED]
+    return tuple(
+        one.name
+        for one in entries
+        if not (one.has_pairs or one.recompute_modes or one.needs_durations or one.takes_sequence_chunks)
+    )
+
+
+DEALT = _dealt_schedules()
+SEARCHED = (*BOUNDED, *DEALT)
+"""Schedules that the search chooses from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """In which order the micro-batches run, and on how many stages."""
+
+    schedule: str
+    virtual_stages: int
+    recompute: RecomputeWord
+    """``per-layer``: the stage map says; else the mode of all layers."""
+
+    @property
+    def is_dealt(self) -> bool:
+        """Its stage map is dealt, not searched."""
+        return self.schedule not in BOUNDED
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Layouts that agree in all but ZeRO stage and order."""
+
+    data: int
+    tensor: int
+    pipeline: int
+    context: int
+    expert: int
+    micro_batch_size: int
+    sequence_parallel: bool
+    micro_batches: int
+    zero_stages: tuple[ZeroStage, ...]
+    orders: tuple[Order, ...]
+
+    @property
+    def split(self) -> tuple[int, int, int, int, bool]:
+        """What the rows of the profile depend on; a key of `Workload.sizes`."""
+        return self.micro_batch_size, self.tensor, self.context, self.expert, self.sequence_parallel
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """How the devices are shared out."""
+        return self.data, self.tensor, self.pipeline, self.context, self.expert
+
+    @property
+    def count(self) -> int:
+        """Number of layouts."""
+        return len(self.zero_stages) * len(self.orders)
+
+    def layout(self, zero_stage: ZeroStage, order: Order) -> Layout:
+        """One of them. Its parts are valid by construction, so pydantic need not look at them again."""
+        return Layout.model_construct(
+            data_parallel_degree=self.data,
+            tensor_parallel_degree=self.tensor,
+            pipeline_parallel_degree=self.pipeline,
+            context_parallel_degree=self.context,
+            expert_parallel_degree=self.expert,
+            virtual_stages_per_rank=order.virtual_stages,
+            zero_stage=zero_stage,
+            sequence_parallel=self.sequence_parallel,
+            micro_batch_size=self.micro_batch_size,
+            schedule=order.schedule,
+            sequence_chunks=1,
+            recompute=order.recompute,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Layouts to search, and what kept others out."""
+    """What is to be searched, and what kept others out."""
 
-    layouts: tuple[Layout, ...]
+    families: tuple[Family, ...]
     reasons: tuple[str, ...]
     """Why there are none, when there are none."""
 
+    @property
+    def count(self) -> int:
+        """Number of layouts."""
+        return sum(family.count for family in self.families)
 
-def layouts(work: Workload) -> Space:
-    """All layouts of a workload that the job's constraints permit: equations (D1) to (D5).
+
+def space_of(work: Workload) -> Space:
+    """All layouts of a workload that the job's constraints permit: equations (D1) to (D7).
 
     Raises:
         UnsupportedError: a constraint asks for what the search does not choose.
         UnknownNameError: a constraint names an unknown schedule.
     """
-    constraints = dict(work.job.constraints)
     check_constraints(work.job)
-    if "schedule" in constraints:
-        constraints["schedule"] = _canonical_schedules(constraints["schedule"])
-    found = tuple(layout for layout in _candidates(work) if _permitted(layout, constraints))
+    found = tuple(families(work, dict(work.job.constraints)))
     return Space(found, () if found else _reasons(work))
+
+
+def layouts(work: Workload) -> Iterator[Layout]:
+    """Every layout of the space, one by one."""
+    for family in space_of(work).families:
+        for zero_stage in family.zero_stages:
+            yield from (family.layout(zero_stage, order) for order in family.orders)
 
 
 def check_constraints(job: Job) -> None:
     """Refuse constraints that no layout of the search can meet, saying which field and value."""
-    for field, value in FIXED.items():
-        if not allows(job.constraints.get(field), value):
-            raise UnsupportedError(
-                f"{field} must be {value}: the search chooses no other, got {_text(job.constraints[field])}.",
-                field=f"job.constraints.{field}",
-                mend=f"remove the constraint, or give {value}; `planner predict` prices more layouts than run.",
-            )
-    if job.optimizer in WHOLE_PARAMETERS and not allows(job.constraints.get("tensor_parallel_degree"), 1):
+    chunks = job.constraints.get("sequence_chunks")
+    if not allows(chunks, 1):
         raise UnsupportedError(
-            f"tensor_parallel_degree must be 1 with {job.optimizer}, whose update of one element depends on its whole "
-            f"matrix, got {_text(job.constraints['tensor_parallel_degree'])}.",
-            field="job.constraints.tensor_parallel_degree",
-            mend="give 1, or train with adamw.",
+            f"sequence_chunks must be 1: the search chooses no other, got {_text(chunks)}.",
+            field="job.constraints.sequence_chunks",
+            mend="remove the constraint, or give 1; `planner predict` prices layouts with more.",
         )
+    whole = job.optimizer in WHOLE_PARAMETERS
+    for field, plain in (("tensor_parallel_degree", 1), ("zero_stage", 0)):
+        if whole and not allows(job.constraints.get(field), plain):
+            raise UnsupportedError(
+                f"{field} must be {plain} with {job.optimizer}, whose update of one element depends on its whole "
+                f"matrix, got {_text(job.constraints[field])}.",
+                field=f"job.constraints.{field}",
+                mend=f"give {plain}, or train with adamw.",
+            )
     wish = job.constraints.get("recompute")
     if wish is not None and not any(allows(wish, value) for value in RECOMPUTE_WISHES):
         raise UnsupportedError(
@@ -80,67 +176,153 @@ def check_constraints(job: Job) -> None:
             field="job.constraints.recompute",
             mend="use one of them.",
         )
+    if "schedule" in job.constraints:
+        _schedules(job.constraints["schedule"])
 
 
-def _canonical_schedules(constraint: Constraint) -> Constraint:
+def _schedules(constraint: Constraint | None) -> tuple[str, ...]:
+    """Canonical names of the schedules that a constraint permits."""
+    if constraint is None:
+        return SEARCHED
     values = constraint if isinstance(constraint, tuple) else (constraint,)
     if isinstance(constraint, Range) or not all(isinstance(value, str) for value in values):
         raise UnknownNameError(
             f"{_text(constraint)} is no schedule.",
             field="job.constraints.schedule",
-            mend=f"use one of {', '.join(BOUNDED)}.",
+            mend=f"use one of {', '.join(SEARCHED)}.",
         )
-    wanted = tuple(canonical_name(str(value)) for value in values)
-    unable = [name for name in wanted if name not in BOUNDED]
+    wanted = tuple(dict.fromkeys(canonical_name(str(value)) for value in values))
+    unable = [name for name in wanted if name not in SEARCHED]
     if unable:
         raise UnsupportedError(
-            f"the search does not choose the schedule {unable[0]!r} yet.",
+            f"the search does not choose the schedule {unable[0]!r}.",
             field="job.constraints.schedule",
-            mend=f"use one of {', '.join(BOUNDED)}; `planner predict` prices a layout with any other.",
+            mend=f"use one of {', '.join(SEARCHED)}; `planner predict` prices a layout with any other.",
         )
     return wanted
 
 
-def _permitted(layout: Layout, constraints: dict[str, Constraint]) -> bool:
-    return all(
-        allows(constraint, getattr(layout, field)) for field, constraint in constraints.items() if field != "recompute"
-    )
+def recompute_wish(constraint: Constraint | None) -> tuple[str, ...]:
+    """Recompute modes that the job permits."""
+    if constraint is None or isinstance(constraint, Range):
+        return ("per-layer",)
+    return tuple(map(str, constraint)) if isinstance(constraint, tuple) else (str(constraint),)
 
 
-def _candidates(work: Workload) -> Iterator[Layout]:
-    """Layouts by (D1) to (D5), constraints apart."""
-    layer_count, batch = len(work.profile.layers), work.job.global_batch_size
+def families(work: Workload, constraints: dict[str, Constraint]) -> Iterator[Family]:
+    """Families by (D1) to (D7) that the constraints permit."""
     whole = work.job.optimizer in WHOLE_PARAMETERS
-    for micro_batch_size, tensor in work.rows:
-        if whole and tensor > 1:
+    schedules = _schedules(constraints.get("schedule"))
+    wish = recompute_wish(constraints.get("recompute"))
+    virtual = tuple(
+        count
+        for count in range(1, MOST_VIRTUAL_STAGES + 1)
+        if allows(constraints.get("virtual_stages_per_rank"), count)
+    )
+    modes = {split: _uniform_modes(rows, wish) for split, rows in work.sizes.items()}
+    for split in work.sizes:
+        size, tensor, context, expert, sequence_parallel = split
+        pieces = context * (tensor if sequence_parallel else 1)
+        if (whole and tensor > 1) or work.job.sequence_length % pieces or (sequence_parallel and context > 1):
             continue
-        for pipeline in _divisors(work.devices, tensor):
-            data = work.devices // (tensor * pipeline)
-            if pipeline > layer_count or batch % (data * micro_batch_size):
+        for pipeline in _divisors(work.devices, tensor * context):
+            data = work.devices // (tensor * context * pipeline)
+            if work.job.global_batch_size % (data * size) or (data * context) % expert:
                 continue
-            for schedule in BOUNDED:
-                yield Layout(
-                    data_parallel_degree=data,
-                    tensor_parallel_degree=tensor,
-                    pipeline_parallel_degree=pipeline,
-                    micro_batch_size=micro_batch_size,
-                    schedule=schedule,
-                )
+            micro_batches = work.job.global_batch_size // (data * size)
+            shards: tuple[ZeroStage, ...] = (0,) if whole or data * context == 1 else (0, 1, 2, 3)
+            family = Family(
+                data=data,
+                tensor=tensor,
+                pipeline=pipeline,
+                context=context,
+                expert=expert,
+                micro_batch_size=size,
+                sequence_parallel=sequence_parallel,
+                micro_batches=micro_batches,
+                zero_stages=tuple(stage for stage in shards if allows(constraints.get("zero_stage"), stage)),
+                orders=orders(pipeline, micro_batches, len(work.profile.layers), schedules, virtual, modes[split]),
+            )
+            if family.count and _permitted(family, constraints):
+                yield family
 
 
-def _divisors(devices: int, tensor: int) -> list[int]:
-    """Pipeline degrees that the devices leave beside a tensor degree."""
-    if devices % tensor:
+def _uniform_modes(rows: Rows, wish: tuple[str, ...]) -> tuple[RecomputeMode, ...]:
+    """Modes that all layers can take alike: those that some layer offers; one that has no choice keeps what it has."""
+    offered = {mode for options in {id(one): one for one in rows}.values() for mode in options}
+    return tuple(mode for mode in MODES if mode in offered and ("per-layer" in wish or mode in wish)) or MODES[:1]
+
+
+_FIELDS = {
+    "data_parallel_degree": "data",
+    "tensor_parallel_degree": "tensor",
+    "pipeline_parallel_degree": "pipeline",
+    "context_parallel_degree": "context",
+    "expert_parallel_degree": "expert",
+    "micro_batch_size": "micro_batch_size",
+    "sequence_parallel": "sequence_parallel",
+}
+"""Layout fields in which a family agrees, and their names there."""
+
+
+def _permitted(family: Family, constraints: dict[str, Constraint]) -> bool:
+    return all(allows(constraints.get(field), getattr(family, name)) for field, name in _FIELDS.items())
+
+
+@lru_cache(maxsize=4096)
+def orders(
+    pipeline: int,
+    micro_batches: int,
+    layers: int,
+    schedules: tuple[str, ...],
+    virtual: tuple[int, ...],
+    modes: tuple[RecomputeMode, ...],
+) -> tuple[Order, ...]:
+    """Orders that so many ranks, micro-batches and layers can take: equations (D4) and (D7)."""
+    found = [Order(name, 1, "per-layer") for name in schedules if name in BOUNDED and 1 in virtual]
+    for name in schedules:
+        if name in BOUNDED or pipeline == 1:
+            continue
+        found += [
+            Order(name, count, mode)
+            for count in virtual
+            if pipeline * count <= layers and _takes(name, pipeline, micro_batches, count)
+            for mode in modes
+            if mode == "none" or not _splits(name)
+        ]
+    return tuple(found) if pipeline <= layers else ()
+
+
+@lru_cache
+def _splits(name: str) -> bool:
+    """Does a schedule split its backwards? The executor recomputes under full backwards only."""
+    small = build(name, ranks=2, micro_batches=4, virtual_stages=find(name).least_virtual_stages)
+    return Requirement.SPLIT_BACKWARD in requirements(small)
+
+
+def _takes(name: str, pipeline: int, micro_batches: int, virtual: int) -> bool:
+    entry = find(name)
+    if not entry.takes_virtual_stages(virtual):
+        return False
+    try:
+        entry.check(Shape(ranks=pipeline, micro_batches=micro_batches, virtual_stages=virtual))
+    except LayoutError:
+        return False
+    return True
+
+
+def _divisors(devices: int, others: int) -> list[int]:
+    """Pipeline degrees that the devices leave beside the other degrees."""
+    if devices % others:
         return []
-    left = devices // tensor
+    left = devices // others
     return [degree for degree in range(1, left + 1) if left % degree == 0]
 
 
 def _reasons(work: Workload) -> tuple[str, ...]:
     """Why the space is empty."""
-    sizes = sorted({size for size, _ in work.rows})
-    tensors = sorted({tensor for _, tensor in work.rows})
-    candidates = list(_candidates(work))
+    sizes, tensors = (sorted({size[place] for size in work.sizes}) for place in (0, 1))
+    candidates = list(families(work, {}))
     if not candidates:
         return (
             f"no data x tensor x pipeline degrees multiply to {work.devices} devices and divide the global batch of "
@@ -148,11 +330,11 @@ def _reasons(work: Workload) -> tuple[str, ...]:
             f"tensor-parallel degree of the profile ({', '.join(map(str, tensors))}) and at most "
             f"{len(work.profile.layers)} stages",
         )
+    count = sum(family.count for family in candidates)
     reasons = [
-        f"the constraint {field} = {_text(constraint)} leaves none of the {len(candidates)} layouts"
+        f"the constraint {field} = {_text(constraint)} leaves none of the {count} layouts"
         for field, constraint in work.job.constraints.items()
-        if field not in ("recompute", "schedule")
-        and not any(allows(constraint, getattr(layout, field)) for layout in candidates)
+        if field != "recompute" and not any(families(work, {field: constraint}))
     ]
     return tuple(reasons) or ("no layout meets all constraints together",)
 

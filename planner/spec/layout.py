@@ -9,6 +9,10 @@ from pydantic import Field
 from planner.errors import LayoutError
 from planner.spec.document import Document
 
+ZeroStage = Literal[0, 1, 2, 3]
+"""What is sharded over the data-parallel ranks: nothing; optimizer states; gradients too; parameters too."""
+RecomputeWord = Literal["none", "selective", "full", "per-layer"]
+
 
 class Layout(Document):
     """How a training step is split over the devices."""
@@ -19,7 +23,7 @@ class Layout(Document):
     context_parallel_degree: int = Field(default=1, ge=1)
     expert_parallel_degree: int = Field(default=1, ge=1)
     virtual_stages_per_rank: int = Field(default=1, ge=1)
-    zero_stage: Literal[0, 1, 2, 3] = 0
+    zero_stage: ZeroStage = 0
     sequence_parallel: bool = False
     micro_batch_size: int = Field(default=1, ge=1)
     """Samples of one micro-batch on one data-parallel rank."""
@@ -27,7 +31,7 @@ class Layout(Document):
     sequence_chunks: int = Field(default=1, ge=1)
     """Equal pieces of every micro-batch's sequence that go through the pipeline one after the other, under schedules
     that take them (Sun et al. 2024, Seq1F1B)."""
-    recompute: Literal["none", "selective", "full", "per-layer"] = "none"
+    recompute: RecomputeWord = "none"
     """``per-layer``: the stage map says which layers recompute."""
 
     @property

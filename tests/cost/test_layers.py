@@ -110,11 +110,21 @@ def test_unmeasured_optimizer_without_bandwidth_is_free() -> None:
     assert only(costs_of(one_layer(optimizer=None, parameters=10**6), machines)).optimizer_ticks == 0
 
 
-@pytest.mark.parametrize(("zero", "passes"), [(0, 2), (1, 2), (2, 2), (3, 0)])
+@pytest.mark.parametrize(("zero", "passes"), [(0, 2), (1, 2), (2, 1), (3, 0)])
 def test_reduction(zero: int, passes: int) -> None:
-    """(T4): 10^6 parameters, 2 bytes each, over two ranks: 10 us per pass; ZeRO 3 does it in every micro-batch."""
+    """(T4): 10^6 parameters, 2 bytes each, over two ranks: 10 us per pass; ZeRO 2 does half of it in every
+    micro-batch, ZeRO 3 all."""
     found = costs_of(one_layer(parameters=10**6), data_parallel_degree=2, zero_stage=zero)
     assert only(found).reduction_ticks == passes * 10 * MICROSECOND
+
+
+def test_zero_2_scatters_gradients_of_every_micro_batch() -> None:
+    """(T6): no rank keeps them whole, so each backward ends with 10 us of reduce-scatter."""
+    plain = only(costs_of(one_layer(parameters=10**6), data_parallel_degree=2))
+    cost = only(costs_of(one_layer(parameters=10**6), data_parallel_degree=2, zero_stage=2))
+    assert cost.forward_ticks == plain.forward_ticks
+    assert cost.backward_ticks == plain.backward_ticks + 10 * MICROSECOND
+    assert (cost.gather_ticks, cost.gathered_bytes) == (10 * MICROSECOND, 0)
 
 
 def test_zero_3_gathers_for_every_micro_batch() -> None:

@@ -224,7 +224,7 @@ def test_breakdown_by_hand() -> None:
 def test_stage_durations_are_the_simulated_ones() -> None:
     """What the timeline draws is what the step was priced with, in seconds."""
     model = four_equal_layers()
-    found = plan(request(model, cluster(2), job(pipeline_parallel_degree=2)), model)
+    found = plan(request(model, cluster(2), job(pipeline_parallel_degree=2, schedule="1f1b")), model)
     assert isinstance(found, Plan)
     lasting = stage_durations(found, model)
     assert lasting.forward == pytest.approx((2e-3, 2e-3))

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cost import TICK_SECONDS, choose, evaluate, layout_costs, schedule_of, stage_memory, workload
+from planner.cost import TICK_SECONDS, choose, evaluate, held_stages, layout_costs, schedule_of, stage_memory, workload
 from planner.schedule.in_flight import in_flight_per_stage
 from planner.search import plan
 from planner.search.solve import bounded
-from planner.spec import Infeasible, Plan, canonical_json
+from planner.spec import Infeasible, Layout, Plan, canonical_json
 from planner.validate import check
-from tests.brute_force import Priced, facts, layouts, price, price_all
+from tests.brute_force import PARTITIONED, Priced, facts, layouts, price, price_all
 from tests.builders import request
 from tests.strategies import Instance, instances
 
@@ -47,7 +47,12 @@ def answer(instance: Instance, **options: int) -> Plan | Infeasible:
     return plan(request(instance.profile, instance.cluster, instance.job, **options), instance.profile)
 
 
-@settings(max_examples=100)
+def asked(layout: Layout) -> Layout:
+    """The layout of the space that one in a plan came from: where recomputation is searched, its word is an answer."""
+    return layout.model_copy(update={"recompute": "none"}) if layout.schedule in PARTITIONED else layout
+
+
+@settings(max_examples=40)
 @given(tight_instances())
 def test_plan_is_the_optimum(case: tuple[Instance, list[Priced]]) -> None:
     """The plan takes exactly the least time of all that fit, and is proven; infeasible exactly when nothing fits."""
@@ -64,7 +69,7 @@ def test_plan_is_the_optimum(case: tuple[Instance, list[Priced]]) -> None:
     assert check(found, instance.profile).problems == ()
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(tight_instances())
 def test_alternatives_are_real(case: tuple[Instance, list[Priced]]) -> None:
     """Every alternative is the step and memory of a partition of its own layout that fits, and they come in order."""
@@ -72,7 +77,7 @@ def test_alternatives_are_real(case: tuple[Instance, list[Priced]]) -> None:
     found = answer(instance, top=3)
     if isinstance(found, Infeasible):
         return
-    plain = [one.layout.model_copy(update={"recompute": "none"}) for one in (found, *found.alternatives)]
+    plain = [asked(one.layout) for one in (found, *found.alternatives)]
     assert len(set(map(canonical_json, plain))) == len(plain)
     for layout, one in zip(plain[1:], found.alternatives, strict=True):
         same = [each for each in priced if each.layout == layout and each.layers_per_stage == one.layers_per_stage]
@@ -82,7 +87,7 @@ def test_alternatives_are_real(case: tuple[Instance, list[Priced]]) -> None:
     assert steps == sorted(steps)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(tight_instances())
 def test_misses_are_the_least_memory_of_their_layouts(case: tuple[Instance, list[Priced]]) -> None:
     """A miss needs exactly what the leanest stage map of its layout needs, and the nearest comes first."""
@@ -91,14 +96,14 @@ def test_misses_are_the_least_memory_of_their_layouts(case: tuple[Instance, list
     found = answer(tightest)
     assert isinstance(found, Infeasible)
     for miss in found.nearest:
-        same = [one for one in priced if one.layout == miss.layout.model_copy(update={"recompute": "none"})]
+        same = [one for one in priced if one.layout == asked(miss.layout)]
         assert miss.needed_bytes == min(one.peak for one in same)
         assert miss.missing_bytes == miss.needed_bytes - memory_of(tightest) > 0
     misses = [miss.missing_bytes for miss in found.nearest]
     assert misses == sorted(misses)
 
 
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(instances())
 def test_bounds_are_admissible(instance: Instance) -> None:
     """No stage map of a layout is faster than the layout's lower bound."""
@@ -106,10 +111,11 @@ def test_bounds_are_admissible(instance: Instance) -> None:
     priced = price_all(instance.profile, instance.cluster, instance.job)
     for layout, same in groupby(priced, key=lambda one: one.layout):
         maps = list(same)
-        assert bounded(work, layout, ("per-layer",)).bound_ticks <= min(one.nanoseconds for one in maps)
+        if layout.schedule in PARTITIONED:
+            assert bounded(work, layout, ("per-layer",)).bound_ticks <= min(one.nanoseconds for one in maps)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.data())
 def test_cost_model_and_validator_agree(data: st.DataObject) -> None:
     """Two programs written from the same equations give the same nanoseconds and bytes for any stage map."""
@@ -122,6 +128,6 @@ def test_cost_model_and_validator_agree(data: st.DataObject) -> None:
     schedule = schedule_of(costs)
     for one in price(facts(instance.profile, instance.cluster, instance.job, layout)):
         stages = choose(costs, one.stage_map)
-        memory = stage_memory(costs, stages, in_flight_per_stage(schedule))
+        memory = stage_memory(costs, stages, in_flight_per_stage(schedule), held_stages(schedule))
         assert evaluate(costs, schedule, stages).total_ticks == one.nanoseconds
         assert tuple(row.peak_bytes for row in memory) == one.peaks

@@ -209,16 +209,18 @@ def test_infeasible_tells_the_nearest() -> None:
 
 
 def test_pipeline_wins_when_the_model_does_not_fit() -> None:
-    """64 MB of OGP on devices of 40 MB: two stages at least, and memory says so on every rank."""
+    """64 MB of OGP on devices of 40 MB, none of it sharded: two stages at least, and memory says so on every rank."""
     model = profile(layer(parameters=1_000_000) * 4)
-    found = solved(model, job(8), cluster(4, memory_bytes=40_000_000))
+    found = solved(model, job(8, zero_stage=0), cluster(4, memory_bytes=40_000_000))
     assert found.layout.pipeline_parallel_degree >= 2
     assert all(row.peak_bytes <= row.capacity_bytes for row in found.prediction.memory)
 
 
 def test_fat_embedding_leaves_room_for_work() -> None:
     """Layers are balanced by time, not by parameters: the embedding's stage takes more layers than the head's."""
-    found = solved(fat_embedding(), job(16, pipeline_parallel_degree=2), cluster(2))
+    found = solved(
+        fat_embedding(), job(16, pipeline_parallel_degree=2, virtual_stages_per_rank=1, schedule="1f1b"), cluster(2)
+    )
     assert [len(stage.layers) for stage in found.stages] == [4, 2]
 
 

@@ -1,0 +1,125 @@
+"""Alternatives: the next best plans beside the winner, of other degrees first.
+
+    (A1)  what the search left open or closed is taken up in the order of its bounds, whatever the incumbent
+    (A2)  the first alternatives differ from the plan and from each other in their degrees; only when these run out, in
+          schedule, micro-batch size, ZeRO stage or recomputation alone
+    (A3)  each is the best of a few layouts of its degrees, with the best stage map found by a fixed amount of work: a
+          real plan, but not proven to be the best of its degrees
+
+Work is counted, not timed, so that the answer is always the same.                                      -> rivals()
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from planner.cost import schedule_of
+from planner.search.inside import LayoutSearch
+from planner.search.result import Callbacks, Candidate
+from planner.search.solve import Alike, Dealt, Group, Open, Searched, State, dealt_candidate, take_up
+from planner.search.space import Family
+from planner.spec.layout import Layout
+
+_TAKEN_UP = 100
+"""Parts of the space looked at, for each alternative wanted."""
+_TRIES = 24
+"""Of them, with the same degrees: most devices have room for few of the layouts of least bound."""
+_PER_DEGREES = 3
+"""Plans looked at with the same degrees."""
+_ROUNDS = 1
+"""Of the search inside a layout."""
+
+
+def rivals(state: State, top: int) -> tuple[Candidate, ...]:
+    """The next best plans, fastest first.
+
+    Args:
+        state: of a search that ended with a plan.
+        top: how many are wanted.
+    """
+    best = state.best
+    if best is None or top == 0:
+        return ()
+    found = list(_looked_at(state, best, _TAKEN_UP * top, top))
+    found.sort(key=lambda one: one.ticks)
+    chosen: dict[tuple[int, ...], Candidate] = {}
+    for one in found:
+        if degrees_of(one.costs.layout) != degrees_of(best.costs.layout):
+            chosen.setdefault(degrees_of(one.costs.layout), one)
+    first = list(chosen.values())[:top]
+    others = [one for one in found if not any(one is each for each in first)]
+    return tuple(sorted([*first, *others[: top - len(first)]], key=lambda one: one.ticks))
+
+
+def _looked_at(state: State, best: Candidate, budget: int, top: int) -> Iterator[Candidate]:
+    """Plans of other layouts, by (A1) and (A3)."""
+    # Everything is looked at as if there were no incumbent; the search's own state stays as it is.
+    free = State(state.work, state.considered, float("inf"), Callbacks())
+    heap = list(state.bounds.values())
+    heapq.heapify(heap)
+    seen: Counter[tuple[int, ...]] = Counter()
+    tried: Counter[tuple[int, ...]] = Counter()
+    while heap and budget > 0 and len(seen) <= top:
+        one = heapq.heappop(heap)
+        here = _degrees(one)
+        if seen[here] >= _PER_DEGREES or tried[here] >= _TRIES or _is_the_plan(one, best):
+            continue
+        budget -= 1
+        tried[here] += 1
+        candidate = _candidate(one)
+        if candidate is not None:
+            seen[here] += 1
+            yield candidate
+        elif not _is_ready(one):
+            _push_all(heap, take_up(free, one))
+
+
+def _push_all(heap: list[Open], parts: Iterable[Open]) -> None:
+    for part in parts:
+        heapq.heappush(heap, part)
+
+
+def _is_ready(one: Open) -> bool:
+    """A single layout that needs no further bound."""
+    item = one.item
+    return isinstance(item, Searched) or (isinstance(item, Dealt) and item.stage_map is not None)
+
+
+def _candidate(one: Open) -> Candidate | None:
+    """The plan of a single layout; None when it is not one yet, or none fits."""
+    match one.item:
+        case Dealt() as dealt if dealt.stage_map is not None:
+            return dealt_candidate(dealt)
+        case Searched(costs=costs, modes=modes):
+            search = LayoutSearch(costs, modes)
+            search.start()
+            search.improve(_ROUNDS)
+            return Candidate(costs, schedule_of(costs), *search.best) if search.best else None
+    return None
+
+
+def _is_the_plan(one: Open, best: Candidate) -> bool:
+    return isinstance(one.item, Searched | Dealt) and one.item.costs.layout == best.costs.layout
+
+
+def _degrees(one: Open) -> tuple[int, ...]:
+    match one.item:
+        case Family() as family:
+            return family.degrees
+        case Group() | Alike() as several:
+            return several.family.degrees
+        case Searched(costs=costs) | Dealt(costs=costs):
+            return degrees_of(costs.layout)
+
+
+def degrees_of(layout: Layout) -> tuple[int, ...]:
+    """How a layout shares the devices out."""
+    return (
+        layout.data_parallel_degree,
+        layout.tensor_parallel_degree,
+        layout.pipeline_parallel_degree,
+        layout.context_parallel_degree,
+        layout.expert_parallel_degree,
+    )

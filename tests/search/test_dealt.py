@@ -1,0 +1,111 @@
+"""The rule that deals layers to stages, and the bounds of what it deals."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.cost import choose, evaluate, layout_costs, workload
+from planner.errors import LayoutError
+from planner.schedule import ActionKind, build, find, in_flight_per_stage
+from planner.search.bounds import any_order_bound
+from planner.search.dealt import (
+    balanced,
+    deal,
+    dealt_sizes,
+    even_sizes,
+    layout_schedule,
+    layout_traits,
+    map_bound,
+    may_hold,
+    stage_map_of,
+    traits_of,
+)
+from planner.search.segments import allowed_modes
+from planner.search.space import DEALT, layouts
+from tests.strategies import Instance, instances
+
+WORK = st.lists(st.integers(1, 30), min_size=2, max_size=9)
+
+
+@given(WORK, st.data())
+def test_even_sizes_have_the_least_squares(work: list[int], data: st.DataObject) -> None:
+    """(E1): no contiguous partition has a smaller sum of squared stages."""
+    stages = data.draw(st.integers(1, len(work)))
+    cuts = combinations(range(1, len(work)), stages - 1)
+    least = min(sum(sum(work[start:stop]) ** 2 for start, stop in pairwise((0, *each, len(work)))) for each in cuts)
+    sizes = even_sizes(np.array(work), stages).tolist()
+    stops = np.cumsum(sizes).tolist()
+    assert sum(sum(work[start:stop]) ** 2 for start, stop in pairwise((0, *stops))) == least
+
+
+@given(WORK, st.sampled_from([(0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0)]))
+def test_balancing_never_makes_a_rank_busier(work: list[int], stage_ranks: tuple[int, ...]) -> None:
+    """(E2): every stage keeps a layer, none is lost, and the busiest rank has no more to do than before."""
+    if len(work) < len(stage_ranks):
+        return
+    even = even_sizes(np.array(work), len(stage_ranks))
+    sizes = balanced(np.array(work), even, np.array(stage_ranks))
+    assert sizes.min() >= 1
+    assert sizes.sum() == len(work)
+    assert busiest(work, sizes.tolist(), stage_ranks) <= busiest(work, even.tolist(), stage_ranks)
+
+
+def busiest(work: list[int], sizes: list[int], stage_ranks: tuple[int, ...]) -> int:
+    """Work of the busiest rank."""
+    stops = np.cumsum(sizes).tolist()
+    loads = [sum(work[start:stop]) for start, stop in pairwise((0, *stops))]
+    return max(
+        sum(load for load, rank in zip(loads, stage_ranks, strict=True) if rank == each) for each in set(stage_ranks)
+    )
+
+
+def test_heavy_head_is_balanced_by_the_other_stage_of_its_rank() -> None:
+    """Two ranks of two stages; the last layer weighs three: its rank gets fewer of the others."""
+    sizes = deal((1, 1, 1, 1, 1, 1, 1, 3), (0, 1, 0, 1))
+    assert busiest([1, 1, 1, 1, 1, 1, 1, 3], list(sizes), (0, 1, 0, 1)) == 5
+
+
+@pytest.mark.parametrize("name", DEALT)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_short_schedules_tell_the_traits_of_long_ones(name: str, ranks: int) -> None:
+    """(E5): a stage holds no fewer micro-batches of many than of few, and ranks end with the same kind of action."""
+    entry = find(name)
+    for virtual, micro_batches in ((v, m) for v in (1, 2, 3) for m in (1, 2, 3, 4, 6, 8, 12, 16, 20)):
+        if not entry.takes_virtual_stages(virtual):
+            continue
+        try:
+            schedule = build(name, ranks=ranks, micro_batches=micro_batches, virtual_stages=virtual)
+        except LayoutError:
+            continue
+        traits = traits_of(name, ranks, micro_batches, virtual)
+        assert traits.stage_ranks == schedule.stage_ranks
+        held = in_flight_per_stage(schedule)
+        for rank in range(ranks):
+            stages = schedule.stages_of(rank)
+            assert sum(traits.in_flight[s] for s in stages) <= sum(held[s] for s in stages)
+        if traits.ends_low:
+            for rank, row in enumerate(schedule.actions):
+                assert row[-1][:2] == (schedule.stages_of(rank)[0], ActionKind.BACKWARD)
+
+
+@settings(max_examples=25)
+@given(instances())
+def test_bounds_of_dealt_layouts_are_admissible(instance: Instance) -> None:
+    """No dealt layout is faster than (B1), (B3) and (E3), (E4) say, or holds less than (E5) says."""
+    work = workload(instance.profile, instance.cluster, instance.job)
+    for layout in layouts(work):
+        if layout.schedule not in DEALT:
+            continue
+        costs = layout_costs(work, layout)
+        modes = tuple(options[:1] for options in allowed_modes(costs, (layout.recompute,)))
+        sizes = dealt_sizes(costs, modes)
+        stages = choose(costs, stage_map_of(modes, sizes))
+        ticks = evaluate(costs, layout_schedule(costs), stages).total_ticks
+        assert any_order_bound(costs, modes) <= ticks
+        assert map_bound(costs, layout_traits(costs), stages) <= ticks
+        assert may_hold(costs, modes, sizes)
