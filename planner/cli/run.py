@@ -52,6 +52,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="a rank waits no longer for others",
     )
+    add_option(parser, "--weights", str, metavar="PATH", help="safetensors with initial values (default: by the seed)")
+    parser.add_argument("--deterministic", action="store_true", help="use torch's deterministic algorithms only")
     add_option(parser, "--checkpoint-dir", str, metavar="D", help="keep checkpoints in this folder")
     add_option(
         parser,
@@ -178,6 +180,8 @@ def _train(plan: Plan, model: str, arguments: argparse.Namespace) -> MeasuredRun
         log=words,
         reference_steps=arguments.reference_steps or 0,
         timeout_seconds=arguments.timeout,
+        weights=arguments.weights,
+        deterministic=arguments.deterministic,
         elastic=_elastic(plan, arguments),
         **_checkpoints(arguments),
     )
@@ -232,6 +236,8 @@ def _print_commands(plan: Plan, model: str, arguments: argparse.Namespace) -> No
         max_gradient_norm=arguments.max_gradient_norm,
         device=arguments.device,
         timeout_seconds=arguments.timeout,
+        weights=arguments.weights,
+        deterministic=arguments.deterministic,
         **_checkpoints(arguments),
     )
     words(f"start one of these {len(lines)} commands on each node; MASTER_ADDR is the address of the first node")

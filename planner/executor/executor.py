@@ -19,6 +19,7 @@ from planner.executor.build import boundaries, build_rank, stage_ranges
 from planner.executor.checkpoint import Checkpoints
 from planner.executor.data import DataSpec, load_dataset
 from planner.executor.loss import load_loss, loss_of_pieces
+from planner.executor.materialise import materialise
 from planner.executor.memory import peak_bytes, reset_peak
 from planner.executor.mesh import build_mesh
 from planner.executor.out_of_memory import telling_out_of_memory
@@ -28,6 +29,7 @@ from planner.executor.settings import DEFAULT_LEARNING_RATE, DEFAULT_TIMEOUT_SEC
 from planner.executor.stopping import StopRequest
 from planner.executor.support import check_plan, check_world
 from planner.executor.training import Metrics, Trainer
+from planner.executor.weights import Weights
 from planner.spec.document import read
 from planner.spec.measured import MeasuredRun
 from planner.spec.plan import Plan
@@ -50,6 +52,8 @@ class Executor:
         max_gradient_norm: clip the gradients' 2-norm, over the whole model.
         device: ``cpu`` or ``cuda``; None: CUDA when there is any.
         timeout_seconds: a rank that waits longer for another gives up, so that none hangs when one fails.
+        weights: safetensors file, or folder of them, with the initial values; None: drawn from the seed.
+        deterministic: let torch use deterministic algorithms only, in this whole process.
 
     Raises:
         LayoutError: WORLD_SIZE is not the plan's number of ranks, or the plan does not hold together.
@@ -69,6 +73,8 @@ class Executor:
         max_gradient_norm: float | None = None,
         device: str | None = None,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        weights: str | Path | None = None,
+        deterministic: bool = False,
     ) -> None:
         self.plan = plan if isinstance(plan, Plan) else read(Plan, plan)
         grid = check_plan(self.plan)
@@ -76,7 +82,10 @@ class Executor:
         self.source = as_planned(self.plan, model if isinstance(model, ModelSource) else load_model(model))
         check_model(self.plan, self.source)
         _check_loss(self.plan, self.source, loss)
+        fill = materialise if weights is None else Weights(weights).materialise
         self.device = choose_device(device)
+        if deterministic:
+            _be_deterministic()
         self._made_group = _join(self.device, timeout_seconds)
         self.mesh = build_mesh(grid, self.device.type)
         with telling_out_of_memory(self.plan, self.mesh, self.device, "while its part was built"):
@@ -88,6 +97,7 @@ class Executor:
                 seed=seed,
                 learning_rate=learning_rate,
                 loss=load_loss(loss, self.source.input_kind),
+                fill=fill,
             )
         self._seed = seed
         dataset = load_dataset(data, data_spec(self.plan, self.source), seed=seed)
@@ -166,6 +176,13 @@ def choose_device(name: str | None) -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
+
+
+def _be_deterministic() -> None:
+    """Refuse algorithms whose sums depend on the order in which threads end."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # asked for by cuBLAS, read when CUDA starts
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
 
 
 def as_planned(plan: Plan, source: ModelSource) -> ModelSource:

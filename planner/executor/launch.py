@@ -48,6 +48,8 @@ def run_plan(
     checkpoint_every: int | None = None,
     keep: int = DEFAULT_KEEP,
     resume: bool = False,
+    weights: str | None = None,
+    deterministic: bool = False,
     elastic: ElasticPolicy | None = None,
 ) -> MeasuredRun:
     """Train with torchrun on this machine and return what happened.
@@ -55,7 +57,7 @@ def run_plan(
     Args:
         plan_path: the plan's file; None: a temporary one is written.
         model, data, loss, seed, learning_rate, max_gradient_norm, device, timeout_seconds, checkpoint_dir,
-            checkpoint_every, keep, resume: see `RunSettings`.
+            checkpoint_every, keep, resume, weights, deterministic: see `RunSettings`.
         output: where to write the report too.
         metrics: file for one JSON line per step.
         log: takes one line of text per step.
@@ -83,6 +85,8 @@ def run_plan(
         checkpoint_every=checkpoint_every,
         keep=keep,
         resume=resume,
+        weights=weights,
+        deterministic=deterministic,
     )
     _check_resume(settings, reference_steps)
     check_plan(plan)

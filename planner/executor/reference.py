@@ -27,6 +27,7 @@ from planner.executor.runtime import Loss
 from planner.executor.settings import DEFAULT_LEARNING_RATE, RunSettings
 from planner.executor.streams import RandomStreams
 from planner.executor.support import check_plan
+from planner.executor.weights import Weights
 from planner.spec.document import read
 from planner.spec.job import Job
 from planner.spec.plan import Plan
@@ -56,6 +57,7 @@ def train_reference(
     seed: int = 0,
     learning_rate: float = DEFAULT_LEARNING_RATE,
     max_gradient_norm: float | None = None,
+    weights: str | Path | None = None,
 ) -> Reference:
     """Train on the CPU in this process, in the job's precision, as its plan says, whatever its layout.
 
@@ -65,7 +67,7 @@ def train_reference(
     source = as_planned(plan, source)
     job = plan.request.job
     device = torch.device("cpu")
-    model = _whole_model(source, device, seed)
+    model = _whole_model(source, device, seed, weights)
     streams = RandomStreams(seed, device)
     for index in range(len(source.cut().layers)):
         streams.attach(source.cut().parts(model, index))
@@ -83,9 +85,10 @@ def train_reference(
     return Reference(tuple(losses), model, update.scaler.get_scale())
 
 
-def _whole_model(source: ModelSource, device: torch.device, seed: int) -> nn.Module:
+def _whole_model(source: ModelSource, device: torch.device, seed: int, weights: str | Path | None) -> nn.Module:
     cut = source.cut()
-    return materialise(source, lambda model: cut.stage(model, 0, len(cut.layers)), device=device, seed=seed)
+    fill = materialise if weights is None else Weights(weights).materialise
+    return fill(source, lambda model: cut.stage(model, 0, len(cut.layers)), device=device, seed=seed)
 
 
 def _forward(model: nn.Module, loss: Loss, dtype: torch.dtype, inputs: Inputs, targets: torch.Tensor) -> torch.Tensor:
@@ -178,6 +181,7 @@ def _losses(options: argparse.Namespace) -> list[float]:
         seed=settings.seed,
         learning_rate=settings.learning_rate,
         max_gradient_norm=settings.max_gradient_norm,
+        weights=settings.weights,
     )
     return list(outcome.losses)
 

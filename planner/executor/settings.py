@@ -64,6 +64,10 @@ class RunSettings:
     checkpoint_every: int | None = None
     keep: int = DEFAULT_KEEP
     resume: bool = False
+    weights: str | None = None
+    """Safetensors file, or folder of them, with the initial values; None: drawn from the seed."""
+    deterministic: bool = False
+    """Use torch's deterministic algorithms only."""
 
     def __post_init__(self) -> None:
         _check("steps", self.steps, self.steps >= 1, "a whole number of at least 1")

@@ -52,6 +52,8 @@ def _train(options: argparse.Namespace) -> int:
         max_gradient_norm=settings.max_gradient_norm,
         device=settings.device,
         timeout_seconds=settings.timeout_seconds,
+        weights=settings.weights,
+        deterministic=settings.deterministic,
     )
     policy = settings.checkpoints
     measured = executor.train(settings.steps, metrics=options.metrics, on_step=_print, checkpoints=policy)

@@ -56,7 +56,8 @@ def test_options_reach_the_launcher(planner: Command, plan_path: Path, calls: li
     words = ("--model", "m:f", "--steps", "3", "--data", "d.txt", "--seed", "7", "--learning-rate", "0.1")
     more = ("--reference-steps", "2", "--max-gradient-norm", "1", "--device", "cpu", "--timeout", "9", "--loss", "m:l")
     kept = ("--checkpoint-dir", "kept", "--checkpoint-every", "5", "--keep", "2", "--resume")
-    assert planner("run", plan_path, *words, *more, *kept).code == 0
+    values = ("--weights", "w.safetensors", "--deterministic")
+    assert planner("run", plan_path, *words, *more, *kept, *values).code == 0
     (asked,) = calls
     assert asked.pop("log") is not None
     assert asked == {
@@ -77,6 +78,8 @@ def test_options_reach_the_launcher(planner: Command, plan_path: Path, calls: li
         "keep": 2,
         "resume": True,
         "elastic": None,
+        "weights": "w.safetensors",
+        "deterministic": True,
     }
 
 

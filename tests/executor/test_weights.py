@@ -1,0 +1,109 @@
+"""Initial values from safetensors: read by name, for this rank's stages, by whoever holds a share."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors.torch import save_file, save_model
+
+from planner.errors import DocumentError, MismatchError
+from planner.executor import Executor
+from planner.executor.reference import train_reference
+from planner.executor.weights import Weights
+from profiler.models import ModelSource
+from tests.executor.plans import make_plan, source_of
+
+CPU = torch.device("cpu")
+
+
+def trained(source: ModelSource) -> torch.nn.Module:
+    """A model with values of its own."""
+    torch.manual_seed(7)
+    model = source.build()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize("name", ["gpt2", "tied-llama", "mlp", "unet"])
+def test_every_parameter_gets_its_value(name: str, tmp_path: Path) -> None:
+    """Of a stage, tied ones too, which a file holds once."""
+    source = source_of(name, tmp_path)
+    model = trained(source)
+    save_model(model, str(tmp_path / "model.safetensors"))
+    cut = source.cut()
+    middle = len(cut.layers) // 2
+    expected = dict(model.named_parameters(remove_duplicate=False))
+    for start, stop in ((0, middle), (middle, len(cut.layers))):
+        prepare = partial(cut.stage, start=start, stop=stop)
+        stage = Weights(tmp_path / "model.safetensors").materialise(source, prepare, device=CPU, seed=0)
+        held = dict(stage.named_parameters(remove_duplicate=False))
+        assert held
+        assert all(torch.equal(value, expected[each]) for each, value in held.items())
+
+
+def test_what_save_pretrained_writes(tmp_path: Path) -> None:
+    """In several files, and without the prefix of the base model, as older ones are."""
+    source = source_of("gpt2", tmp_path)
+    model = trained(source)
+    cast("Any", model).save_pretrained(tmp_path / "whole", max_shard_size="20KB")
+    assert len(list((tmp_path / "whole").glob("*.safetensors"))) > 1
+    base = model.get_submodule("transformer")
+    state = {name: value.contiguous() for name, value in base.state_dict().items()}
+    save_file(state, tmp_path / "base.safetensors")
+    cut = source.cut()
+    for path in (tmp_path / "whole", tmp_path / "base.safetensors"):
+        found = (
+            Weights(path)
+            .materialise(source, lambda whole: cut.stage(whole, 0, len(cut.layers)), device=CPU, seed=0)
+            .state_dict()
+        )
+        assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+
+
+def test_a_run_starts_from_them(tmp_path: Path) -> None:
+    """The first loss is that of a single process from the same file, and not that of the seed."""
+    source = source_of("mlp", tmp_path)
+    save_model(trained(source), str(tmp_path / "w.safetensors"))
+    plan = make_plan([layer.name for layer in source.cut().layers], sequence_length=0)
+    losses = {}
+    for weights in (None, tmp_path / "w.safetensors"):
+        executor = Executor(plan, source, data="synthetic", device="cpu", weights=weights, deterministic=True)
+        losses[weights] = executor.train(steps=2).losses
+        assert torch.are_deterministic_algorithms_enabled()
+        executor.close()
+        torch.use_deterministic_algorithms(False)
+        expected = train_reference(plan, source, steps=2, data="synthetic", weights=weights).losses
+        assert losses[weights] == pytest.approx(expected, abs=1e-6)
+    assert abs(losses[None][0] - losses[tmp_path / "w.safetensors"][0]) > 0.01
+
+
+def test_other_weights_are_refused(tmp_path: Path) -> None:
+    """Missing names, other shapes, no file, no safetensors."""
+    source = source_of("mlp", tmp_path)
+    state = trained(source).state_dict()
+    name = next(iter(state))
+    cut = source.cut()
+
+    def load(path: Path) -> None:
+        Weights(path).materialise(source, lambda whole: cut.stage(whole, 0, len(cut.layers)), device=CPU, seed=0)
+
+    path = tmp_path / "w.safetensors"
+    save_file({each: value for each, value in state.items() if each != name}, path)
+    with pytest.raises(MismatchError, match=f"hold no '{name}'"):
+        load(path)
+    save_file(state | {name: torch.zeros(3)}, path)
+    with pytest.raises(MismatchError, match=r"of shape \(3,\) in the files"):
+        load(path)
+    path.write_text("no tensors")
+    for wrong in (path, tmp_path / "nothing.safetensors"):
+        with pytest.raises(DocumentError, match="cannot be read"):
+            load(wrong)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DocumentError, match=r"holds no \.safetensors file"):
+        load(tmp_path / "empty")
