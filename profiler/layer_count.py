@@ -324,7 +324,8 @@ class LayerRun:
 
     @staticmethod
     def _loss(watcher: Watcher, output: Tensor) -> Tensor:
+        targets = torch.empty(output.shape[:-1], dtype=torch.long, device=output.device)
         with _disable_current_modes():
-            targets = torch.zeros(output.shape[:-1], dtype=torch.long, device=output.device)
+            targets.zero_()
         watcher.own((targets,))
         return functional.cross_entropy(output.flatten(0, -2).float(), targets.flatten())
