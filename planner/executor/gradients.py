@@ -7,7 +7,7 @@ parameter that several stages share. Then what the whole model decides: whether 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -76,17 +76,19 @@ def total_norm(
     Args:
         shards: of which the parameters are pieces, so that replicas add up too.
     """
-    pieces = set() if shards is None else shards.split()
+    owners: Mapping[int, torch.Tensor] = {} if shards is None else shards.owners()
     found = {id(parameter): parameter for parameter in parameters if parameter.grad is not None}
     again = {id(copy.parameter) for copy in copies if not copy.is_owner}
     squares = torch.zeros(3, dtype=torch.float64, device=mesh.device_mesh.device_type)
     for key, parameter in found.items():
         if key not in again and parameter.grad is not None:
-            split = key in pieces or is_split(parameter.grad)
-            place = 2 if mesh.holds_experts(parameter.grad) else 0 if split else 1
+            owner = owners.get(key, parameter.grad)
+            place = 2 if mesh.holds_experts(owner) else 0 if is_split(owner) else 1
             squares[place] += local(parameter.grad).double().square().sum()
     if shards is not None:
-        dist.all_reduce(squares, group=mesh.data_group)
+        dist.all_reduce(squares[:2], group=mesh.data_group)
+        if mesh.experts is not None:
+            dist.all_reduce(squares[2:], group=mesh.experts["edp"].get_group())
     dist.all_reduce(squares[:1], group=mesh.tensor_group)
     if mesh.expert_mesh is not None:
         dist.all_reduce(squares[2:], group=mesh.expert_mesh.get_group())

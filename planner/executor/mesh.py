@@ -48,6 +48,12 @@ class Mesh:
         other pieces of the same samples."""
         return self.summed.get_group()
 
+    def summed_group(self, tensor: torch.Tensor) -> dist.ProcessGroup:
+        """Ranks that hold this very parameter too and sum its gradient: for experts, fewer than for all else."""
+        if self.experts is not None and self.holds_experts(tensor):
+            return self.experts["edp"].get_group()
+        return self.data_group
+
     @property
     def context_group(self) -> dist.ProcessGroup:
         """Ranks that share the sequence of this rank's samples."""

@@ -71,8 +71,7 @@ def check_plan(plan: Plan) -> Grid:
 def _choices(plan: Plan) -> Iterator[tuple[str, object, tuple[object, ...]]]:
     """Field, value and what this executor knows of it."""
     layout = plan.layout
-    if layout.expert_parallel_degree > 1:  # what is shared out over replicas and what over experts' groups differs
-        yield "layout.zero_stage", layout.zero_stage, (0,)
+    if layout.expert_parallel_degree > 1:
         yield "layout.tensor_parallel_degree", layout.tensor_parallel_degree, (1,)
     if plan.request.job.optimizer in WHOLE_PARAMETERS:  # a rank would have to see whole matrices
         yield "layout.tensor_parallel_degree", layout.tensor_parallel_degree, (1,)

@@ -18,7 +18,7 @@ replicas, whatever each one's samples make it compute: reductions follow the lay
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 from planner.executor.flat import Unit, reduce_scatter
-from planner.executor.sharding import is_split, local
+from planner.executor.sharding import local
 from planner.executor.stored_pieces import StoredPiece
 from profiler.cut import LayerCut, Recompute
 
@@ -55,16 +55,20 @@ class ZeroShards:
 
     Args:
         level: ZeRO stage, 1 to 3.
-        group: the replicas.
+        group_of: the ranks that a parameter's gradient is summed over, and its states are shared out among.
         layers: of all stages of the rank, in order.
         apart: by id of a parameter, who its only neighbours are: pieces must be the same on ranks that hold other
             shards, or other layers.
     """
 
     def __init__(
-        self, level: int, group: dist.ProcessGroup, layers: Sequence[LayerParameters], apart: Mapping[int, str]
+        self,
+        level: int,
+        group_of: Callable[[nn.Parameter], dist.ProcessGroup],
+        layers: Sequence[LayerParameters],
+        apart: Mapping[int, str],
     ) -> None:
-        held = _units(layers, group, apart)
+        held = _units(layers, group_of, apart)
         self._level = level
         self._units = tuple(dict.fromkeys(held.values()))
         self._pieces = {piece.span.name: piece for unit in self._units if unit.is_trained for piece in unit.pieces()}
@@ -100,9 +104,9 @@ class ZeroShards:
         found = (name for name, piece in self._pieces.items() if piece.span.parameter is parameter)
         return next((self._trained[name] for name in found), None)
 
-    def split(self) -> set[int]:
-        """The pieces, by id, of parameters that are split over the tensor-parallel group too."""
-        return {id(self._trained[name]) for name, piece in self._pieces.items() if is_split(piece.span.parameter)}
+    def owners(self) -> dict[int, nn.Parameter]:
+        """The parameter of every piece, by the piece's id."""
+        return {id(self._trained[name]): piece.span.parameter for name, piece in self._pieces.items()}
 
     def stored(self, name: str, value: torch.Tensor) -> StoredPiece:
         """A parameter's piece, or a state of it, for a checkpoint."""
@@ -238,8 +242,7 @@ class _Gathered:
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         # Without its graph: an operation that saves its own output would never be freed.
         kept = tensor.detach()
-        address = _address(local(kept)) if kept.layout == torch.strided else 0
-        needs = self._users.get(address)
+        needs = self._users.get(_address(local(kept)))
         if needs is not None:
             return _Saved(kept, needs, None)
         # A layer that recomputes reads what it has saved before it reads parameters.
@@ -352,7 +355,11 @@ class _Scattered:
             unit.gradient += mine
 
 
-def _units(layers: Sequence[LayerParameters], group: dist.ProcessGroup, apart: Mapping[int, str]) -> dict[int, Unit]:
+def _units(
+    layers: Sequence[LayerParameters],
+    group_of: Callable[[nn.Parameter], dist.ProcessGroup],
+    apart: Mapping[int, str],
+) -> dict[int, Unit]:
     """The unit of every parameter, by id: one per layer and kind."""
     stages: dict[int, set[int]] = {}
     for layer in layers:
@@ -365,11 +372,11 @@ def _units(layers: Sequence[LayerParameters], group: dist.ProcessGroup, apart: M
             if id(parameter) not in found:
                 # All floating-point types are cast to one.
                 dtype = parameter.is_floating_point() or parameter.dtype
-                kind = (apart.get(id(parameter)), parameter.requires_grad, dtype)
+                kind = (apart.get(id(parameter)), parameter.requires_grad, dtype, group_of(parameter))
                 kinds.setdefault(kind, {})[name] = parameter
         for named in kinds.values():
             holders = set().union(*(stages[id(parameter)] for parameter in named.values()))
-            unit = Unit(named, group, holders.pop() if len(holders) == 1 else None)
+            unit = Unit(named, group_of(next(iter(named.values()))), holders.pop() if len(holders) == 1 else None)
             found |= dict.fromkeys(map(id, named.values()), unit)
     return found
 
@@ -393,4 +400,6 @@ def layers_of(
 
 
 def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    """Of the storage; 0 for tensors that wrap others, such as what a collective will have returned."""
+    is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
+    return tensor.untyped_storage().data_ptr() if is_plain else 0

@@ -44,7 +44,7 @@ def test_any_placement_that_fills_the_grid_will_do() -> None:
 @pytest.mark.parametrize(
     ("change", "options"),
     [
-        ({"layout__zero_stage": 1}, {"data": 2, "expert": 2}),
+        ({"layout__zero_stage": 1}, {"data": 2, "optimizer": "adafactor"}),
         ({"layout__tensor_parallel_degree": 2}, {"data": 2, "expert": 2}),
         ({"request__job__optimizer": "muon"}, {"data": 2, "expert": 2}),
     ],

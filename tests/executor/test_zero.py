@@ -40,7 +40,7 @@ def _sharded(
         LayerParameters(0, (layer,), dict(layer.named_parameters(f"{index}")), index in recomputed)
         for index, layer in enumerate(model)
     ]
-    shards = ZeroShards(level, group, layers, {})
+    shards = ZeroShards(level, lambda _: group, layers, {})
     shards.bind()
     return shards
 

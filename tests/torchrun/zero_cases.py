@@ -16,6 +16,8 @@ FAST: dict[str, Any] = {"steps": 3, "learning_rate": 1e-3}
 REPLICAS: dict[str, Any] = {"data": 4, "micro_batches": 2}
 STAGES: dict[str, Any] = {"data": 2, "micro_batches": 3}
 SHARDS: dict[str, Any] = {"data": 2, "tensor": 2, "micro_batches": 2}
+STEEP: dict[str, Any] = {"optimizer": "momentum"}
+QUICK: dict[str, Any] = {"steps": 3, "learning_rate": 0.05}
 SGD: dict[str, Any] = {"optimizer": "sgd"}
 CASES = {
     "dp4-zero1": Case("llama", (6,), {**REPLICAS, "zero": 1}, clip=0.5, **FAST),
@@ -31,6 +33,13 @@ CASES = {
     "dp2-tp2-zero3": Case("tied-llama", (6,), {**SHARDS, "zero": 3}, clip=0.5, **SHORT),
     "dp2-tp2-sp-zero3": Case("qwen3", (6,), {**SHARDS, "zero": 3, "sequence_parallel": True}, clip=0.5, **SHORT),
     "dp2-cp2-zero2": Case("llama", (6,), {"data": 2, "context": 2, "micro_batches": 2, "zero": 2}, **SHORT),
+    "dp4-ep2-zero1": Case("mixtral", (6,), {**REPLICAS, "expert": 2, "zero": 1}, clip=0.5, **FAST),
+    "dp4-ep2-zero3": Case(
+        "qwen3-moe", (6,), {**REPLICAS, **STEEP, "expert": 2, "zero": 3, "recompute": {1: "full"}}, clip=0.5, **QUICK
+    ),
+    "dp2-ep2-pp2-zero3": Case(
+        "mixtral", (3, 3), {**STAGES, "expert": 2, "zero": 3, "schedule": "zb-h1"}, clip=0.5, **SHORT
+    ),
     # An encoder's output that every decoder layer reads; layers that are one module, or have no parameters.
     "dp2-pp2-t5-zero3": Case("t5", (5, 2), {**STAGES, "micro_batch_size": 2, "zero": 3}, clip=0.5, **SHORT),
     "dp2-pp2-sequential-zero3": Case(
