@@ -5,6 +5,7 @@ Layers of one kind are counted once (`profiler.layer_count` says how one is coun
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -13,14 +14,16 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from planner.errors import DocumentError
+from planner.errors import DocumentError, UnsupportedError
 from planner.spec.profile import DataType, Measurement, ModelProfile, RecomputeMode
 from profiler.cut import Borders, CutLayer, LayerCut, Size, TensorChain
 from profiler.cut_whole import same_numbers
+from profiler.expert_parallel import experts_of
 from profiler.layer_count import LayerRun, LayerTrace
 from profiler.models import ModelSource
 from profiler.parameters import hidden_matrices, shapes_of
 from profiler.quantities import LayerCount, Limits, layer_profiles, rows_of
+from profiler.sequence_parallel import refusal
 from profiler.shard import Exchanges, border_split, shard_layer
 from profiler.splits import WHOLE, Split, splits
 
@@ -52,6 +55,7 @@ class Counter:
         self.layers = self.cut.layers
         self._known_borders: dict[Size, Borders] = {}
         self._stages: dict[tuple[int, Split], tuple[nn.Module, Exchanges]] = {}
+        self._whole_layers: dict[int, nn.Module] = {}
         self._traces: dict[tuple[str, Size, Split], LayerTrace] = {}
 
     @cached_property
@@ -133,7 +137,16 @@ class Counter:
         later = self.cut.chain.later_takers(index, place)
         return any(self._trace(self.layers[at].kind, size, WHOLE).keeps_inputs[where] for at, where in later)
 
+    def holds_experts(self, kind: str) -> bool:
+        """Do layers of this kind hold experts? All others are the same whatever the expert-parallel degree."""
+        modules = (
+            self.source.blueprint.get_submodule(name) for name in self.layers[self.representatives[kind]].modules
+        )
+        return any(map(experts_of, modules))
+
     def _trace(self, kind: str, size: Size, split: Split) -> LayerTrace:
+        if split.expert > 1 and not self.holds_experts(kind):
+            split = replace(split, expert=1)
         key = (kind, size, split)
         if key not in self._traces:
             index = self.representatives[kind]
@@ -151,7 +164,9 @@ class Counter:
             shapes = shapes_of(stage, self._hidden)
             with self._numbers():
                 inputs = self._inputs(index, size, split)
-                self._traces[key] = run.trace(inputs, shapes, handed_bytes=handed)
+                trace = run.trace(inputs, shapes, handed_bytes=handed)
+            experts = replace(trace.count, local_expert_parameters=exchanges.local_expert_parameters)
+            self._traces[key] = replace(trace, count=experts)
         return self._traces[key]
 
     def _numbers(self) -> AbstractContextManager[None]:
@@ -181,11 +196,21 @@ class Counter:
             self._known_borders[size] = self.cut.chain.borders(model, self._examples, size)
         return self._known_borders[size]
 
+    def _layer(self, index: int) -> nn.Module:
+        """A stage of this layer alone. Transformers are built once per layer and copied: most of a large model is taken
+        away again."""
+        if index in self._whole_layers:
+            return copy.deepcopy(self._whole_layers[index])
+        with self._numbers(), _building(self.dtype, "cpu" if self.cut.needs_values else "meta"):
+            model = self.source.build()
+        layer = self.cut.layer(model, index)
+        if self.cut.chain.keeps_tree:
+            self._whole_layers[index] = copy.deepcopy(layer)
+        return layer
+
     def _stage(self, index: int, split: Split) -> tuple[nn.Module, Exchanges]:
         if (index, split) not in self._stages:
-            with self._numbers(), _building(self.dtype, "cpu" if self.cut.needs_values else "meta"):
-                model = self.source.build()
-            stage = self.cut.layer(model, index)
+            stage = self._layer(index)
             exchanges = shard_layer(stage, self.source, index, split)
             for parameter in stage.parameters():
                 parameter.grad = torch.empty_like(parameter)
@@ -201,7 +226,11 @@ def _elements(source: ModelSource, layer: CutLayer) -> int:
 
 
 def check_request(
-    source: ModelSource, sequence_length: int, micro_batch_sizes: tuple[int, ...], degrees: tuple[int, ...]
+    source: ModelSource,
+    sequence_length: int,
+    micro_batch_sizes: tuple[int, ...],
+    degrees: tuple[int, ...],
+    experts: tuple[int, ...] = (1,),
 ) -> None:
     """Refuse sizes that the model does not take.
 
@@ -209,8 +238,29 @@ def check_request(
         DocumentError: names the field, the value and what the model takes.
     """
     takes_tokens = source.input_kind == "tokens"
-    limits = Limits(source.name, takes_tokens, source.longest_sequence, source.tensor_parallel_degrees())
-    limits.check(sequence_length, micro_batch_sizes, degrees)
+    known = source.expert_parallel_degrees() if set(experts) != {1} else (1,)
+    limits = Limits(source.name, takes_tokens, source.longest_sequence, source.tensor_parallel_degrees(), known)
+    limits.check(sequence_length, micro_batch_sizes, degrees, experts)
+
+
+def _check_sequence(source: ModelSource, sequence_length: int, degree: int) -> None:
+    """Refuse sequence parallelism of models, degrees and lengths that it cannot be of.
+
+    Raises:
+        UnsupportedError: the model's blocks cannot share out their tokens.
+        DocumentError: there is nobody to share with, or the degree does not divide the sequence.
+    """
+    reason = refusal(source)
+    if reason:
+        raise UnsupportedError(
+            f"{source.name} cannot be sequence-parallel: {reason}.", field="sequence_parallel", mend="leave it out."
+        )
+    if degree == 1 or sequence_length % degree:
+        raise DocumentError(
+            f"{degree} tensor-parallel ranks cannot share {sequence_length} tokens.",
+            field="sequence_parallel",
+            mend="use a degree above 1 that divides the sequence length, or leave it out.",
+        )
 
 
 def check_context(source: ModelSource, sequence_length: int, degrees: tuple[int, ...]) -> None:
@@ -250,7 +300,9 @@ def count(
     Raises:
         DocumentError: a size or degree that the model does not take.
     """
-    check_request(source, sequence_length, (micro_batch_size,), (tensor_parallel_degree,))
+    check_request(source, sequence_length, (micro_batch_size,), (tensor_parallel_degree,), (expert_parallel_degree,))
+    if sequence_parallel:
+        _check_sequence(source, sequence_length, tensor_parallel_degree)
     counter = Counter(source, dtype)
     check_context(source, sequence_length, (context_parallel_degree,))
     split = Split(tensor_parallel_degree, sequence_parallel, context_parallel_degree, expert_parallel_degree)
@@ -283,7 +335,7 @@ def profile(
         DocumentError: a size or degree that the model does not take.
         UnsupportedError: the model cannot be cut, or not be counted in shards.
     """
-    check_request(source, sequence_length, micro_batch_sizes, tensor_parallel_degrees)
+    check_request(source, sequence_length, micro_batch_sizes, tensor_parallel_degrees, expert_parallel_degrees)
     check_context(source, sequence_length, context_parallel_degrees)
     counter = Counter(source, dtype)
     found = splits(

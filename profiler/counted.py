@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from planner.errors import DocumentError, UnknownNameError
 from planner.spec.profile import DataType, Measurement, ModelProfile, SharedParameters, SkipEdge
@@ -90,9 +91,14 @@ def counted_profile(
 
 def _rows(data: dict[str, Any], kind: str, dtype: str, sizes: list[tuple[int, int, Split]]) -> tuple[Measurement, ...]:
     counts = data["counts"]
+
+    def count(split: Split) -> dict[str, Any]:
+        # Layers without experts are not stored once more.
+        plain = f"{dtype} {replace(split, expert=1).code} {kind}"
+        return cast("dict[str, Any]", counts.get(f"{dtype} {split.code} {kind}") or counts[plain])
+
     return rows_of(
-        ((b, s, split), evaluate_layer(counts[f"{dtype} {split.code} {kind}"], (b, s // split.sequence_parts)))
-        for b, s, split in sizes
+        ((b, s, split), evaluate_layer(count(split), (b, s // split.sequence_parts))) for b, s, split in sizes
     )
 
 

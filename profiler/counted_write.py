@@ -59,6 +59,7 @@ def count_model(source: ModelSource) -> dict[str, Any]:
             for dtype in COUNTED_TYPES
             for split in _splits(source)
             for kind in counter.representatives
+            if split.expert == 1 or counter.holds_experts(kind)
         },
     }
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from planner.errors import UnsupportedError
 from planner.spec.profile import CollectiveName
 from profiler import collectives, tensor_parallel
+from profiler.expert_parallel import Routes, experts_of, share_out
 from profiler.quantities import Exchange, GroupName
 from profiler.sequence_parallel import DIMENSION, SequencePlan, enter_regions, split_borders
 from profiler.splits import WHOLE, Split
@@ -35,6 +36,8 @@ class Exchanges:
     _rows: list[Exchange] = field(default_factory=list)
     _inputs: list[weakref.ref[Tensor]] = field(default_factory=list)
     """Not held: who counts what lives must not find them alive for this."""
+    local_expert_parameters: int = 0
+    """Elements of the shard that the expert-parallel group splits."""
 
     def add(
         self,
@@ -46,12 +49,18 @@ class Exchanges:
         """One collective over the whole of this tensor."""
         self._rows.append(Exchange(phase, operation, tensor.nbytes, group))
 
-    def add_both(self, forward: CollectiveName | None, backward: CollectiveName | None, whole: Tensor) -> None:
+    def add_both(
+        self,
+        forward: CollectiveName | None,
+        backward: CollectiveName | None,
+        whole: Tensor,
+        group: GroupName = "tensor",
+    ) -> None:
         """One collective over the whole of this tensor on the way there, and one of its gradient on the way back."""
         if forward is not None:
-            self.add("forward", forward, whole)
+            self.add("forward", forward, whole, group)
         if backward is not None and whole.requires_grad:
-            self.add("backward", backward, whole)
+            self.add("backward", backward, whole, group)
 
     def add_column_input(self, tensor: Tensor) -> None:
         """The gradient of what a column-wise group reads is summed once, however many modules read it."""
@@ -80,6 +89,8 @@ def shard_layer(layer: nn.Module, source: ModelSource, index: int, split: Split)
     styles = tensor_parallel.split_modules(layer, tensor_parallel.plan(source)) if split.tensor > 1 else {}
     if not split.sequence:
         exchanges = shard(layer, styles, split.tensor)
+        if split.expert > 1:
+            _share_experts(layer, split.expert, exchanges)
         if split.context > 1:
             _share_context(layer, split.context, exchanges)
         return exchanges
@@ -146,6 +157,34 @@ def _share_context(layer: nn.Module, ranks: int, exchanges: Exchanges) -> None:
     forward = layer.forward
     use_lower_right(layer)
     layer.forward = run
+
+
+@dataclass(frozen=True, slots=True)
+class _UniformGroup:
+    """An expert-parallel group in which every expert gets as many rows as any other, so that every rank receives as
+    many as it sends. What really comes depends on values, which meta tensors lack."""
+
+    exchanges: Exchanges
+
+    def routes(self, experts: Tensor, count: int) -> Routes:
+        """See `profiler.expert_parallel.Group`."""
+        return Routes(None, None, torch.empty_like(experts))
+
+    def exchange(self, rows: Tensor, sent: list[int] | None, received: list[int] | None) -> Tensor:
+        """See `profiler.expert_parallel.Group`."""
+        exchanged: Tensor = collectives.Exchange.apply(rows)  # type: ignore[no-untyped-call]
+        self.exchanges.add_both("all_to_all", "all_to_all", exchanged, "expert")
+        return exchanged
+
+
+def _share_experts(layer: nn.Module, degree: int, exchanges: Exchanges) -> None:
+    """Leave one rank's experts, and put the exchanges of rows before and behind them."""
+    for module in experts_of(layer).values():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            share = _empty(parameter, (parameter.shape[0] // degree, *parameter.shape[1:]))
+            exchanges.local_expert_parameters += share.numel()
+            module.register_parameter(name, share)
+        share_out(module, degree, _UniformGroup(exchanges))
 
 
 def _share_sequence(

@@ -124,6 +124,8 @@ def _count(reference: str, job: Job) -> ModelProfile:
             sequence_length=job.sequence_length,
             micro_batch_sizes=MICRO_BATCH_SIZES,
             tensor_parallel_degrees=source.tensor_parallel_degrees(),
+            sequence_parallel=True,
+            expert_parallel_degrees=source.expert_parallel_degrees(),
             dtype=_data_type(job),
             progress=progress.update,
         )

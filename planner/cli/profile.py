@@ -33,6 +33,7 @@ MEASURED_MICRO_BATCH_SIZES = (1, 2, 4)
 LONGEST_DEFAULT = 4096
 """Tokens. A model that takes more is profiled at this length unless told: nobody wants 131072 by surprise."""
 MEASURING_ONLY = ("concurrency", "time_budget", "journal")
+COUNTING_ONLY = ("expert_parallel",)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -74,6 +75,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         positive_ints,
         metavar="C,C,...",
         help="context-parallel degrees of causal language models (default: 1; analytic only)",
+    )
+    add_option(
+        parser,
+        "--expert-parallel",
+        positive_ints,
+        metavar="E,E,...",
+        help="expert-parallel degrees, with analytic:ID (default: 1, 2, 4 and 8, of those that divide the experts)",
     )
     parser.add_argument("--dtype", choices=get_args(DataType), help="default: fp32 on cpu, else bf16")
     add_option(
@@ -151,6 +159,7 @@ def _counted(arguments: argparse.Namespace) -> ModelProfile:
                 dtype=dtype,
                 micro_batch_sizes=sizes,
                 tensor_parallel_degrees=arguments.tensor_parallel,
+                expert_parallel_degrees=arguments.expert_parallel,
             ),
             lengths,
         )
@@ -165,6 +174,8 @@ def _counted(arguments: argparse.Namespace) -> ModelProfile:
                 sequence_length=length,
                 micro_batch_sizes=sizes,
                 tensor_parallel_degrees=arguments.tensor_parallel or source.tensor_parallel_degrees(),
+                sequence_parallel=True,
+                expert_parallel_degrees=arguments.expert_parallel or source.expert_parallel_degrees(),
                 context_parallel_degrees=context,
                 dtype=dtype,
                 progress=progress.update,
@@ -174,6 +185,10 @@ def _counted(arguments: argparse.Namespace) -> ModelProfile:
 
 
 def _measured(arguments: argparse.Namespace) -> ModelProfile:
+    for name in COUNTING_ONLY:
+        if getattr(arguments, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise DocumentError("is counted, not measured.", field=option, mend="add --device analytic:ID.")
     if arguments.context_parallel is not None:
         raise DocumentError(
             "context-parallel ranks are counted, not measured.",
