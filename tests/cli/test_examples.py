@@ -18,6 +18,7 @@ KINDS: dict[str, type[Document]] = {
     "h100x16384.yaml": Cluster,
     "h100x64.yaml": Cluster,
     "layout-tp8-pp4.yaml": PredictionLayout,
+    "own-script.yaml": Job,
     "pretrain-4m-tokens.yaml": Job,
 }
 
