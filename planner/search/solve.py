@@ -129,6 +129,8 @@ class State:
     best: Candidate | None = None
     bounds: dict[tuple[int, ...], Open] = field(default_factory=dict)
     """Latest bound of everything that may fit, by its place in the enumeration."""
+    ceiling: int = NO_LIMIT
+    """Only plans of fewer ticks matter."""
 
     @property
     def wish(self) -> tuple[str, ...]:
@@ -138,7 +140,17 @@ class State:
     @property
     def limit_ticks(self) -> int:
         """What a further layout has to beat."""
-        return self.best.ticks if self.best else NO_LIMIT
+        return min(self.best.ticks, self.ceiling) if self.best else self.ceiling
+
+    @property
+    def is_open(self) -> bool:
+        """Something open may beat the limit."""
+        return bool(self.heap) and self.heap[0].bound_ticks < self.limit_ticks
+
+    def settle(self) -> None:
+        """What is no better than the limit is closed."""
+        if not self.is_open:
+            self.heap.clear()
 
     def seconds_left(self) -> float:
         """Until the time limit; nothing once the caller wants to stop."""
@@ -152,8 +164,8 @@ class State:
             self.best = found
 
     def close(self, one: Open) -> None:
-        """No stage map of it fits and beats the incumbent; without an incumbent, none fits at all."""
-        if self.best is None:
+        """No stage map of it fits and beats the incumbent; without anything to beat, none fits at all."""
+        if self.limit_ticks == NO_LIMIT:
             self.bounds.pop(one.order, None)
         else:
             self.bounds[one.order] = replace(one, bound_ticks=max(one.bound_ticks, self.limit_ticks))
@@ -199,16 +211,26 @@ class State:
 
 def search(work: Workload, space: Space, options: Options, callbacks: Callbacks) -> State:
     """Find and prove the best plan of the space: equations (F1) to (F4). Where the search ended."""
-    state = State(work, space.count, time.monotonic() + options.time_limit_seconds, callbacks)
+    state = begin(work, space, options, callbacks)
+    while state.is_open and state.seconds_left() > 0:
+        advance(state)
+    state.settle()
+    return state
+
+
+def begin(work: Workload, space: Space, options: Options, callbacks: Callbacks, ceiling: int = NO_LIMIT) -> State:
+    """A search that knows the bounds of its families; only plans of fewer ticks than the ceiling matter to it."""
+    state = State(work, space.count, time.monotonic() + options.time_limit_seconds, callbacks, ceiling=ceiling)
     for one in _families(work, space):
         state.push(one)
-    while state.heap and state.heap[0].bound_ticks < state.limit_ticks and state.seconds_left() > 0:
-        for part in take_up(state, heapq.heappop(state.heap)):
-            state.push(part)
-        state.tell()
-    if state.heap and state.heap[0].bound_ticks >= state.limit_ticks:
-        state.heap.clear()
     return state
+
+
+def advance(state: State) -> None:
+    """Take up what has the least bound."""
+    for part in take_up(state, heapq.heappop(state.heap)):
+        state.push(part)
+    state.tell()
 
 
 def _families(work: Workload, space: Space) -> Iterator[Open]:
