@@ -35,4 +35,5 @@ def _schedule(plan: Plan) -> Schedule:
         ranks=plan.layout.pipeline_parallel_degree,
         micro_batches=plan.micro_batches,
         virtual_stages=plan.layout.virtual_stages_per_rank,
+        sequence_chunks=plan.layout.sequence_chunks,
     )

@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from planner.cost.chunks import NO_ATTENTION, AttentionPart, attention_part
 from planner.cost.communication import Group, collective_seconds, transfer_seconds
 from planner.cost.compute import Computation, computation
 from planner.cost.placement import (
@@ -86,6 +87,8 @@ class LayerCost:
     temporary_bytes: int
     model_flops: int
     """Forward and backward without recomputation, on one rank."""
+    attention: AttentionPart = NO_ATTENTION
+    """Where sequences are cut into chunks."""
 
     @property
     def ogp_bytes(self) -> int:
@@ -157,7 +160,8 @@ class LayoutCosts:
         work = self.work
         crosses = any(self._crossings) if self.layout.virtual_stages_per_rank > 1 else self._crossings[boundary]
         link = work.inter_node if crosses and work.inter_node else work.intra_node
-        return ticks(transfer_seconds(self.boundary_bytes(last_layer), link))
+        chunk_bytes = -(-self.boundary_bytes(last_layer) // self.layout.sequence_chunks)
+        return ticks(transfer_seconds(chunk_bytes, link))
 
 
 def layout_costs(work: Workload, layout: Layout) -> LayoutCosts:
@@ -300,7 +304,12 @@ class _LayerPricing:
             output_bytes=self.plain.output_bytes,
             temporary_bytes=self._allocated(row.temporary_bytes),
             model_flops=self.plain.forward_flops + self.plain.backward_input_flops + self.plain.backward_weight_flops,
+            attention=self._attention(row, spent) if self.layout.sequence_chunks > 1 else NO_ATTENTION,
         )
+
+    def _attention(self, row: Measurement, spent: _Spent) -> AttentionPart:
+        of_input = spent.backward - spent.backward_weight
+        return attention_part(row, self.plain, spent.forward, of_input, spent.recompute)
 
     def _spent(self, row: Measurement) -> _Spent:
         """Kept per workload: rows know their micro-batch size and what splits the layer, nothing else matters here."""

@@ -8,6 +8,8 @@
                 in_flight: most micro-batches that are forwarded and not yet backwarded, from the schedule's order;
                 torch's pipeline stage keeps every sent output until its backward; the executor holds at most two
                 receive buffers per direction, the one in use and the one being filled
+                with sequence chunks a unit holds its share of that, rounded up; and as much as attention reads and
+                writes once more, for keys and values, and their gradients, stand whole from the first chunk on
 (M3)  temp(s) = largest temporary of a layer of the stage; ZeRO 3: and the gathered parameters of two layers
 (M4)  peak(s) = OGP + act + temp + reserved      reserved: context, communicators, code of the process
 (M5)  the saved activations and temporaries of a layer are its rows' times 1 + the device's allocation_overhead
@@ -70,8 +72,10 @@ def _rank_memory(
         parameters -= repeated * shared.parameters_bytes
         gradients -= repeated * shared.gradients_bytes
         optimizer -= repeated * shared.optimizer_bytes
-    activations = sum(in_flight[index] * _kept_bytes(costs, stages, index) for index in mine)
-    activations += RECEIVE_BUFFERS * max(buffer_bytes(costs, stages, index) for index in mine)
+    chunks = costs.layout.sequence_chunks
+    activations = sum(in_flight[index] * -(-_kept_bytes(costs, stages, index) // chunks) for index in mine)
+    activations += RECEIVE_BUFFERS * max(-(-buffer_bytes(costs, stages, index) // chunks) for index in mine)
+    activations += sum(cost.attention.bytes for cost in layers) if chunks > 1 else 0
     temporary = max(cost.temporary_bytes for cost in layers) + costs.gathered_bytes
     temporary += int(costs.work.constants.workspace_bytes)
     reserved = reserved_bytes(costs.work)

@@ -2,6 +2,7 @@
 
     (S1)  F(s) = sum of f(l) over the stage's layers, B(s) = sum of b(l, r), and in a pipeline half of the time that
                  an exchange with the neighbours takes and nothing hides (`transfer_seconds`)  -> durations()
+          of sequence chunks, their parts: planner.cost.chunks
     (S2)  schedule with F, B and transfers c(s) between neighbours -> end(p) of pipeline rank p -> simulate
     (S3)  tail(p) = reduction latency + sum of g(l) + exchange of parameters shared with another stage
                     + sum of u(l); what several layers of the stage share is reduced and updated once; over all
@@ -19,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from planner.cost.chunks import per_chunk
 from planner.cost.layers import TICK_SECONDS, LayerCost, LayoutCosts, layout_costs, ticks
 from planner.cost.memory import StageLayers, shared_on_several_stages, stage_memory
 from planner.cost.workload import workload
@@ -72,13 +74,22 @@ def durations(costs: LayoutCosts, stages: Sequence[StageLayers], *, transfers: b
     recompute = [sum(cost.recompute_ticks for _, cost in stage) for stage in stages]
     backward = [sum(cost.backward_ticks for _, cost in stage) for stage in stages]
     waiting = ticks(costs.work.constants.transfer_seconds / 2) if boundaries and transfers else 0
+    forward = [sum(cost.forward_ticks for _, cost in stage) for stage in stages]
+    backward_input = [b - w - r for b, w, r in zip(backward, weight, recompute, strict=True)]
+    chunks, nothing = costs.layout.sequence_chunks, [0] * len(stages)
+    of_forward = [sum(cost.attention.forward_ticks for _, cost in stage) for stage in stages]
+    of_backward = [sum(cost.attention.backward_ticks for _, cost in stage) for stage in stages]
+    if chunks > 1:  # what recomputes before a chunk's backward lasts as its backward does
+        backward_input = [b - w for b, w in zip(backward, weight, strict=True)]
+        recompute = nothing
     return Durations(
-        forward=tuple(waiting + sum(cost.forward_ticks for _, cost in stage) for stage in stages),
-        backward_input=tuple(waiting + b - w - r for b, w, r in zip(backward, weight, recompute, strict=True)),
-        backward_weight=tuple(weight),
-        recompute=tuple(recompute),
+        forward=tuple(waiting + each for each in per_chunk(forward, of_forward, chunks)),
+        backward_input=tuple(waiting + each for each in per_chunk(backward_input, of_backward, chunks)),
+        backward_weight=per_chunk(weight, nothing, chunks),
+        recompute=per_chunk(recompute, nothing, chunks),
         transfer_forward=tuple(moves),
         transfer_backward=tuple(moves),
+        sequence_chunks=chunks,
     )
 
 
@@ -196,6 +207,7 @@ def stage_durations(plan: Plan, profile: ModelProfile) -> Durations:
         recompute=_seconds(in_ticks.recompute),
         transfer_forward=_seconds(in_ticks.transfer_forward),
         transfer_backward=_seconds(in_ticks.transfer_backward),
+        sequence_chunks=in_ticks.sequence_chunks,
     )
 
 
@@ -203,7 +215,12 @@ def stage_tails(plan: Plan, profile: ModelProfile) -> tuple[tuple[float, ...], .
     """Seconds of (gradient reduction, optimizer) of every pipeline rank of a plan, after its last action."""
     costs, stages = _planned(plan, profile)
     # The plan's own order: one that was synthesized cannot be built again from the layout.
-    schedule = Schedule.from_text(plan.actions, name=plan.layout.schedule) if plan.actions else schedule_of(costs)
+    layout, actions = plan.layout, plan.actions
+    schedule = (
+        Schedule.from_text(actions, name=layout.schedule, sequence_chunks=layout.sequence_chunks)
+        if actions
+        else schedule_of(costs)
+    )
     return tuple(_seconds(tail) for tail in tail_ticks(costs, by_rank(schedule, stages)))
 
 

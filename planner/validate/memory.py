@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from planner.spec.plan import RankMemory
 from planner.spec.profile import RecomputeMode
@@ -66,14 +67,17 @@ class MemoryCheck:
 
     def _activations(self) -> int:
         """Equation (M2): what is held in flight, and the receive buffers of the stage that receives most."""
+        chunks = self.prices.facts.layout.sequence_chunks
         outputs = [self.prices.boundary_bytes[layers[-1][0]] for layers in self.stage_map]
-        saved = sum(
-            units * (sum(self._allocated(price.row.activation_bytes) for price in self._layers(stage)) + outputs[stage])
-            for stage, units in self.held.items()
-        )
+        saved = {
+            stage: sum(self._allocated(price.row.activation_bytes) for price in self._layers(stage)) + outputs[stage]
+            for stage in self.held
+        }
         between = [0, *outputs[:-1], 0]
         received = max(between[stage] + between[stage + 1] for stage in self.held)
-        return saved + RECEIVE_BUFFERS * received
+        keys = sum(price.attention_bytes for stage in self.held for price in self._layers(stage)) if chunks > 1 else 0
+        in_flight = sum(units * math.ceil(Fraction(saved[stage], chunks)) for stage, units in self.held.items())
+        return in_flight + RECEIVE_BUFFERS * math.ceil(Fraction(received, chunks)) + keys
 
     def _temporary(self) -> int:
         """Equation (M3); under ZeRO 3 one layer is gathered while another runs."""

@@ -44,9 +44,14 @@ class StageTimes:
     backward_weight: int
     transfer: int
     """To the next stage, and of the gradient back from it."""
+    later: tuple[StageTimes, ...] = ()
+    """Of the sequence chunks behind the first one, when sequences are cut."""
 
-    def of(self, kind: str) -> int:
+    def of(self, kind: str, unit: int) -> int:
         """How long an action of this kind lasts."""
+        chunk = unit % (1 + len(self.later))
+        if chunk > 0:
+            return self.later[chunk - 1].of(kind, 0)
         backward = {
             "I": self.backward_input,
             "W": self.backward_weight,
@@ -79,7 +84,8 @@ def end_nanoseconds(
 class _Wait(NamedTuple):
     """What an action of one stage and kind waits for, and how long it lasts."""
 
-    lasts: int
+    lasts: tuple[int, ...]
+    """By sequence chunk."""
     source: tuple[int, bool] | None
     """Stage that makes its input, and whether that is an output or a gradient; None: it waits for nothing."""
     transfer: int
@@ -105,7 +111,7 @@ class _Play:
             start, lasts = self.clock[rank], 0
             for stage, kind, unit in together:
                 wait = self._waits[stage, kind]
-                lasts += wait.lasts
+                lasts += wait.lasts[unit % len(wait.lasts)]
                 if wait.source is not None:
                     made = self._made.get((*wait.source, unit))
                     if made is None:
@@ -128,7 +134,7 @@ class _Play:
 def _wait(stages: Sequence[StageTimes], held_by: Mapping[int, int], stage: int, kind: str) -> _Wait:
     """Equation (W2)."""
     source = stage - 1 if kind == "F" else stage + 1
-    lasts = stages[stage].of(kind)
+    lasts = tuple(stages[stage].of(kind, chunk) for chunk in range(1 + len(stages[stage].later)))
     if kind == "W" or not 0 <= source < len(stages):
         return _Wait(lasts, None, 0)
     is_at_hand = held_by.get(source) == held_by.get(stage)

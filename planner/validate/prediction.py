@@ -7,8 +7,9 @@ Step: equations (S1) to (S4), as the cost model documents them; (S5) hides nothi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 from planner.spec.plan import Breakdown, Plan, Prediction, RankMemory
 from planner.validate.actions import parse
@@ -98,14 +99,29 @@ class StepCheck:
         last = len(self.stage_map) - 1
         waiting = nanoseconds(self.facts.constants.transfer_seconds / 2) if transfers and last else 0
         return [
-            StageTimes(
-                forward=waiting + sum(price.whole_forward for price in self._layers(stage)),
-                backward_input=waiting + sum(price.whole_backward_input for price in self._layers(stage)),
-                backward_weight=sum(price.backward_weight for price in self._layers(stage)),
+            self._stage_times(
+                self._layers(stage),
+                waiting,
                 transfer=self.prices.transfer(stage, layers[-1][0]) if transfers and stage < last else 0,
             )
             for stage, layers in enumerate(self.stage_map)
         ]
+
+    def _stage_times(self, layers: Sequence[LayerPrice], waiting: int, *, transfer: int) -> StageTimes:
+        """Of a stage, chunk by chunk: attention to the keys of a chunk and all before it, all else in equal parts."""
+        chunks = self.facts.layout.sequence_chunks
+        forward = sum(price.whole_forward for price in layers)
+        backward = sum(price.whole_backward_input for price in layers)
+        first, *later = (
+            StageTimes(waiting + one, waiting + two, three, transfer)
+            for one, two, three in zip(
+                _by_chunk(forward, sum(price.attention_forward for price in layers), chunks),
+                _by_chunk(backward, sum(price.attention_backward for price in layers), chunks),
+                _by_chunk(sum(price.backward_weight for price in layers), 0, chunks),
+                strict=True,
+            )
+        )
+        return replace(first, later=tuple(later))
 
     def _tail(self, rank: int) -> tuple[int, int]:
         """(gradient reduction, optimizer): equation (S3). A rank reduces and updates what its layers share once."""
@@ -132,7 +148,7 @@ class StepCheck:
         return flops * facts.micro_batches * per_stage / (seconds * layout.devices * peak)
 
     def _bubble_fraction(self, times: Sequence[StageTimes], ends: Sequence[int]) -> float:
-        busy = sum(times[action.stage].of(action.kind) for one in self.actions for action in one)
+        busy = sum(times[action.stage].of(action.kind, action.micro_batch) for one in self.actions for action in one)
         return 1 - busy / (len(ends) * max(ends)) if max(ends) else 0.0
 
     def _breakdown(self, ends: Sequence[int], last: int) -> Breakdown:
@@ -153,6 +169,12 @@ class StepCheck:
             optimizer_seconds=update * NANOSECOND,
             bubble_seconds=(without - count * (computed + recomputed + exchanged + gathered)) * NANOSECOND,
         )
+
+
+def _by_chunk(whole: int, attention: int, chunks: int) -> list[int]:
+    """Differences of c (whole - attention) / chunks + attention (c / chunks)^2, each term rounded down."""
+    sums = [c * (whole - attention) // chunks + attention * c**2 // chunks**2 for c in range(chunks + 1)]
+    return [after - before for before, after in pairwise(sums)]
 
 
 def check_prediction(plan: Plan, facts: Facts, findings: Findings) -> None:

@@ -73,6 +73,29 @@ class LayerPrice:
         return computed + self.exchanged_backward + self.exchanged_again + self.gathered_backward
 
     @property
+    def attention_flops(self) -> int:
+        """Of the forward."""
+        return sum(each.count * each.flops for each in self.plain.operations if each.kind == "attention")
+
+    @property
+    def attention_bytes(self) -> int:
+        """Read and written by the forward's attention."""
+        return sum(each.count * each.bytes for each in self.plain.operations if each.kind == "attention")
+
+    @property
+    def attention_forward(self) -> int:
+        """Of `forward`: equation (Q1)."""
+        return self.forward * self.attention_flops // max(1, self.plain.forward_flops)
+
+    @property
+    def attention_backward(self) -> int:
+        """Of `backward_input` and `recompute`: equation (Q1)."""
+        attention, whole = self.attention_flops, max(1, self.plain.forward_flops)
+        again = self.recompute * attention // whole if self.row.recompute == "full" else 0
+        weighed = 2 * (whole - attention) + 5 * attention
+        return again + self.backward_input * 5 * attention // weighed
+
+    @property
     def exchanged(self) -> int:
         """All tensor-, context- and expert-parallel collectives."""
         return self.exchanged_forward + self.exchanged_backward + self.exchanged_again
@@ -138,7 +161,8 @@ class Prices:
 
     def transfer(self, boundary: int, last_layer: int) -> int:
         """Nanoseconds from stage `boundary` to the next when this layer is its last: equation (T5)."""
-        return nanoseconds(send_seconds(self.boundary_bytes[last_layer], self.facts.boundary_links[boundary]))
+        size_bytes = _share(self.boundary_bytes[last_layer], self.facts.layout.sequence_chunks)
+        return nanoseconds(send_seconds(size_bytes, self.facts.boundary_links[boundary]))
 
     def _price(self, layer: LayerProfile, row: Measurement, plain: Measurement) -> LayerPrice:
         """Backward, recomputation, activations and temporaries are the mode's; all else is the plain row's."""
