@@ -25,7 +25,7 @@ def test_two_ranks_measure_every_operation() -> None:
     """Two gloo ranks give one row and one fit for every operation, with the sizes asked for, and a usable link."""
     seen: list[tuple[int, int]] = []
     options = LinkOptions(sizes=(65536, 1024), repeats=2, slowdowns=False)
-    links = launch_links(2, options, timeout_seconds=120, progress=lambda done, total, _: seen.append((done, total)))
+    links = launch_links(2, options, timeout_seconds=300, progress=lambda done, total, _: seen.append((done, total)))
     link = links.intra_node
     assert link is not None
     assert links.inter_node is None
@@ -43,7 +43,7 @@ def test_three_ranks_leave_no_rank_behind() -> None:
     """With three ranks, pairs leave a remainder; sizes are rounded down to whole elements for each of three ranks;
     neither a collective beside the compute nor shared cores make it faster."""
     options = LinkOptions(sizes=(1024, 4096), operations=("all_gather", "point_to_point"), repeats=1)
-    link = launch_links(3, options, timeout_seconds=120).intra_node
+    link = launch_links(3, options, timeout_seconds=300).intra_node
     assert link is not None
     rows = {(row.operation, row.bytes, row.ranks) for row in link.measurements}
     pairs = {(name, size, 2) for name in ("all_gather", "point_to_point") for size in (1024, 4096)}
@@ -87,7 +87,7 @@ def test_failure_of_a_rank_is_told(tmp_path: Path) -> None:
             "profiler.links",
             ["--output", str(tmp_path / "nowhere" / "links.json"), "--options", json.dumps(fields)],
             2,
-            timeout_seconds=120,
+            timeout_seconds=300,
         )
 
 
@@ -104,7 +104,7 @@ def test_the_time_budget_leaves_out_the_largest_sizes() -> None:
     options = LinkOptions(
         sizes=(4096, 16384, 1024), operations=("broadcast",), repeats=1, time_budget_seconds=1e-9, slowdowns=False
     )
-    link = launch_links(2, options, timeout_seconds=120).intra_node
+    link = launch_links(2, options, timeout_seconds=300).intra_node
     assert link is not None
     assert [row.bytes for row in link.measurements] == [1024, 4096]
 
