@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from planner.errors import LayoutError, MismatchError
+from planner.errors import LayoutError, MismatchError, UnsupportedError
 from planner.executor.expert_parallel import check_experts, keep_share, share_experts
 from planner.executor.gradients import SharedCopy
 from planner.executor.loss import loss_of_pieces
@@ -25,7 +25,7 @@ from planner.executor.replicas import GradientReducer, Reducer, Reducers
 from planner.executor.runtime import Loss, PipelineRuntime
 from planner.executor.scaling import LossScaler, scaler_for
 from planner.executor.sequence_parallel import sequence_plan, share_sequence
-from planner.executor.sharding import shard_tensors, tied_modules
+from planner.executor.sharding import is_split, shard_tensors, tied_modules
 from planner.executor.stages import Boundaries, Boundary, TimedStage
 from planner.executor.streams import RandomStreams
 from planner.executor.support import schedule_of
@@ -355,9 +355,22 @@ def _shared_copies(
         group = _group_across(ranks, mesh)
         names = [name for name in parameters.names if name in held]
         if group is not None and names:
+            if shards is not None:
+                _refuse_split(names[0], held[names[0]])
             is_owner = mesh.pipeline == ranks[0]
             copies += [SharedCopy(piece, group, is_owner) for piece in _held([held[names[0]]], shards)]
     return tuple(copies)
+
+
+def _refuse_split(name: str, parameter: nn.Parameter) -> None:
+    """Pieces of two copies can be added up only where both are pieces of the same."""
+    if is_split(parameter):
+        raise UnsupportedError(
+            f"{name!r} is shared with another stage and split over the tensor-parallel group, where copies may be "
+            "split in different ways.",
+            field="layout.zero_stage",
+            mend="write 0, or a tensor_parallel_degree of 1.",
+        )
 
 
 def _group_across(ranks: list[int], mesh: Mesh) -> dist.ProcessGroup | None:
