@@ -226,7 +226,7 @@ def stage_tails(plan: Plan, profile: ModelProfile) -> tuple[tuple[float, ...], .
 
 def _planned(plan: Plan, profile: ModelProfile) -> tuple[LayoutCosts, tuple[StageLayers, ...]]:
     """The plan's layout and stages, priced again."""
-    costs = layout_costs(workload(profile, plan.request.cluster, plan.request.job), plan.layout)
+    costs = layout_costs(workload(profile, plan.cluster, plan.request.job), plan.layout)
     order = {layer.name: index for index, layer in enumerate(profile.layers)}
     stage_map = [[(order[layer.name], layer.recompute) for layer in stage.layers] for stage in plan.stages]
     return costs, choose(costs, stage_map)

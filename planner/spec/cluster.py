@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -130,6 +131,13 @@ class NodeGroup(Document):
     price_per_hour: float | None = Field(default=None, ge=0)
     """Of one device of this group, in the user's currency; None: the device's."""
 
+    @property
+    def device_price_per_hour(self) -> float | None:
+        """Of one device: the group's price, else the device's; None: not known."""
+        if self.price_per_hour is not None or isinstance(self.device, str):
+            return self.price_per_hour
+        return self.device.price_per_hour
+
 
 class Cluster(Document):
     """What the job may use."""
@@ -142,3 +150,25 @@ class Cluster(Document):
     def devices(self) -> int:
         """Number of devices."""
         return sum(group.nodes * group.devices_per_node for group in self.node_groups)
+
+    @property
+    def price_per_hour(self) -> float | None:
+        """Of all devices, in the user's currency; None: the price of some is not known."""
+        prices = [group.device_price_per_hour for group in self.node_groups]
+        devices = [group.nodes * group.devices_per_node for group in self.node_groups]
+        known = [each * price for each, price in zip(devices, prices, strict=True) if price is not None]
+        return sum(known) if len(known) == len(prices) else None
+
+    def part(self, devices: Mapping[int, int]) -> Cluster:
+        """Some of its devices as a cluster of their own; links and prices stay.
+
+        Args:
+            devices: how many of every node, by its number through all groups; nodes that are not named are left out.
+        """
+        groups, first = [], 0
+        for group in self.node_groups:
+            used = [devices.get(node, 0) for node in range(first, first + group.nodes)]
+            first += group.nodes
+            for count in sorted({each for each in used if each}, reverse=True):
+                groups.append(group.model_copy(update={"nodes": used.count(count), "devices_per_node": count}))
+        return self.model_copy(update={"node_groups": tuple(groups)})

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from planner.spec.document import Document
 
 Precision = Literal["fp32", "fp16-mixed", "bf16-mixed", "bf16", "fp8"]
+Objective = Literal["step_time", "cost", "devices"]
 OptimizerName = Literal["sgd", "momentum", "adam", "adamw", "adafactor", "muon", "adam-8bit"]
 
 COMPUTE_TYPE: dict[str, str] = {
@@ -76,7 +77,11 @@ class Job(Document):
     optimizer: OptimizerName = "adamw"
     memory_headroom: Annotated[float, Field(ge=0)] = 0.05
     """Left free on every device: a fraction when below 1, bytes otherwise."""
-    objective: Literal["step_time"] = "step_time"
+    objective: Objective = "step_time"
+    """What the plan is best in: the fastest step on all devices, the least price of a token, or the fewest devices that
+    meet the deadline. The last two may use a part of the cluster: whole nodes, or some devices of one node."""
+    deadline_seconds: float | None = Field(default=None, gt=0)
+    """Of one step; for ``devices`` only."""
     constraints: dict[str, Constraint] = Field(default_factory=dict)
     """Any layout field fixed, bounded or listed."""
 
@@ -86,6 +91,17 @@ class Job(Document):
         if name in NOT_RUNNABLE:
             raise ValueError(f"{name} cannot be run: {NOT_RUNNABLE[name]}")
         return name
+
+    @model_validator(mode="after")
+    def _deadline_has_a_use(self) -> Self:
+        if self.objective == "devices" and self.deadline_seconds is None:
+            raise ValueError("deadline_seconds: the objective devices needs it; give the seconds that a step may take")
+        if self.objective != "devices" and self.deadline_seconds is not None:
+            raise ValueError(
+                f"deadline_seconds: only the objective devices has one, the job's is {self.objective}; "
+                "leave it out, or ask for devices"
+            )
+        return self
 
     @model_validator(mode="after")
     def _constraints_name_layout_fields(self) -> Self:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, Literal
 
 from pydantic import Field
@@ -111,6 +112,8 @@ class SearchReport(Document):
     """(step_seconds - lower_bound_seconds) / step_seconds."""
     optimal: bool
     """Proven: the gap is within rounding (1e-6)."""
+    clusters_considered: int = Field(default=1, ge=1)
+    """Parts of the cluster whose layouts were counted: more than one under the objectives cost and devices."""
 
 
 class Alternative(Document):
@@ -128,12 +131,69 @@ class Alternative(Document):
     """Where it loses, in words and numbers."""
 
 
+class ParetoPoint(Document):
+    """The proven fastest plan of so many devices with so much memory, which no other point beats in everything."""
+
+    devices: int = Field(ge=1)
+    layout: Layout
+    micro_batches: int = Field(ge=1)
+    layers_per_stage: tuple[int, ...]
+    step_seconds: float = Field(gt=0)
+    peak_bytes: int
+    """Of the fullest device."""
+    cost_per_token: float | None = None
+    """As of the plan."""
+
+
+class Relaxation(Document):
+    """What the plan would gain if one of its limits were another."""
+
+    constraint: str
+    """``memory``, ``devices``, ``global_batch_size``, or ``constraints.FIELD`` of the job."""
+    change: str
+    """In words, such as "4 GiB more per device"."""
+    layout: Layout
+    """Of the best plan found."""
+    step_seconds: float = Field(gt=0)
+    gain: float | None
+    """1 - seconds per sample with the change / those of the plan; None: without the change nothing fits."""
+    optimal: bool
+    """Proven to be the best with the change; else it was found with a fixed amount of work, and there may be better."""
+
+
+class Overtaking(Document):
+    """At what change an alternative is as fast as the plan."""
+
+    alternative: int = Field(ge=0)
+    """Its place in `Plan.alternatives`."""
+    change: float
+    """Of the quantity, relative: -0.23 is 23 % less."""
+
+
+class Sensitivity(Document):
+    """What an error of one measured or stated quantity means for the choice of the plan."""
+
+    quantity: Literal["compute_seconds", "intra_node_bandwidth", "inter_node_bandwidth", "latency_seconds"]
+    uncertainty: float = Field(ge=0)
+    """Relative error to expect."""
+    reason: str
+    """Where that comes from."""
+    overtakes: tuple[Overtaking, ...] = ()
+    """Alternatives that win within a factor of four, those first that need the least change."""
+    holds: bool
+    """None of them wins within the uncertainty."""
+
+
 class Options(Document):
     """How to search."""
 
     top: int = Field(default=3, ge=0, le=100)
     """Alternatives to return."""
     time_limit_seconds: float = Field(default=60.0, gt=0, le=86400)
+    pareto: bool = False
+    """Also the fastest plans of fewer devices and of less memory per device."""
+    explain: Literal["brief", "full"] = "brief"
+    """``full`` also searches again with limits relaxed: more memory, without a constraint, another batch."""
 
 
 class PlanRequest(Document):
@@ -154,7 +214,19 @@ class PlanRequest(Document):
     @property
     def id(self) -> str:
         """sha256 of the canonical request: the plan's id."""
-        return digest(self.model_dump(mode="json", by_alias=True, exclude={"profile"}))
+        document = self.model_dump(mode="json", by_alias=True, exclude={"profile"})
+        for part, fields in _LATER.items():
+            for name, default in fields.items():
+                if document[part][name] == default:
+                    del document[part][name]
+        return digest(document)
+
+
+_LATER: dict[str, dict[str, Any]] = {
+    "job": {"deadline_seconds": None},
+    "options": {"pareto": False, "explain": "brief"},
+}
+"""Fields that requests did not always have: at their defaults they do not count, so that the ids of old plans hold."""
 
 
 class Plan(Document):
@@ -172,9 +244,22 @@ class Plan(Document):
     alternatives: tuple[Alternative, ...] = ()
     explanation: tuple[str, ...] = ()
     """Why this plan, in sentences."""
+    cost_per_token: float | None = None
+    """Price of a token (of a sample, for models without a sequence) on the plan's devices, in the user's currency;
+    None: the cluster tells no prices."""
+    pareto: tuple[ParetoPoint, ...] = ()
+    """By devices, most first; only where `Options.pareto` asked for them."""
+    relaxations: tuple[Relaxation, ...] = ()
+    """Only those that gain; only where `Options.explain` is ``full``."""
+    sensitivity: tuple[Sensitivity, ...] = ()
     actions: tuple[tuple[str, ...], ...] = ()
     """The schedule's actions per pipeline rank, e.g. ``2F0``."""
     request: PlanRequest
+
+    @property
+    def cluster(self) -> Cluster:
+        """What the plan uses of the request's cluster."""
+        return self.request.cluster.part(Counter(row.node for row in self.placement))
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, as written to plan.json."""
@@ -198,6 +283,8 @@ class Infeasible(Document):
     status: Literal["infeasible"] = "infeasible"
     reasons: tuple[str, ...]
     nearest: tuple[Miss, ...] = ()
+    relaxations: tuple[Relaxation, ...] = ()
+    """Changes with which a plan was found."""
     search: SearchReport | None = None
 
 
