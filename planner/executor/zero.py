@@ -281,7 +281,8 @@ class _Scattered:
         self._queues = {stage: [unit for unit in trained[::-1] if unit.stage == stage] for stage in stages}
         self._shared = [unit for unit in trained[::-1] if unit.stage is None]
         self._sent: dict[int, int] = dict.fromkeys(self._queues, 0)
-        self._pending: tuple[Unit, torch.Tensor, dist.Work | None] | None = None
+        # The whole gradient too: it must live until the collective has read it.
+        self._pending: tuple[Unit, torch.Tensor, torch.Tensor, dist.Work] | None = None
         self.armed: set[int] = set()
         """Stages whose backward at hand is their last one in the step."""
 
@@ -340,17 +341,16 @@ class _Scattered:
             mine, whole = torch.empty_like(unit.gradient), unit.take_gradients()
         self._settle()
         work = reduce_scatter(mine, whole, group=unit.group, async_op=True)
-        self._pending = (unit, mine, work)
+        self._pending = (unit, mine, whole, work)
 
     @torch.no_grad()
     def _settle(self) -> None:
         """Wait for what is under way."""
         if self._pending is None:
             return
-        unit, mine, work = self._pending
+        unit, mine, _, work = self._pending
         self._pending = None
-        if work is not None:
-            work.wait()
+        work.wait()
         if unit.full_gradient is None:
             unit.gradient += mine
 
