@@ -6,9 +6,10 @@ when the backward is split. A rank runs one action at a time, so the count depen
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
-from planner.schedule.actions import ActionKind, Schedule
+from planner.schedule.actions import Action, ActionKind, Schedule
 
 _RELEASING = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 
@@ -26,6 +27,20 @@ def in_flight_per_stage(schedule: Schedule) -> tuple[int, ...]:
         for stage, units in zip(schedule.stages_of(rank), crest, strict=True):
             held[stage] = max(held[stage], units)
     return tuple(held)
+
+
+def most_held(actions: Iterable[Action]) -> dict[int, int]:
+    """Units of every stage when a rank with these actions holds most (the first such moment)."""
+    held: Counter[int] = Counter()
+    most: dict[int, int] = {}
+    largest = total = 0
+    for stage, kind, _ in actions:
+        change = 1 if kind is ActionKind.FORWARD else -1 if kind in _RELEASING else 0
+        held[stage] += change
+        total += change
+        if total > largest:
+            largest, most = total, dict(held)
+    return most
 
 
 def in_flight_vectors(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], ...]:

@@ -8,59 +8,55 @@ All layers recompute alike, in mode r; w(l) = f(l) + b(l, r):
 
 Whatever the order, a rank runs nothing before its lowest stage has its first input, and all of its work after that:
 
-    (E3)  T >= sum of F(k) and transfers below the rank's lowest stage s + M w(rank) + tail(rank)     -> map_bound()
-    (E4)  where every rank ends with a backward of its lowest stage, that gradient still has the way up:
-          T >= the same + sum of B(k) and transfers below s + tail(rank 0)                            -> map_bound()
+    (E3)  T >= sum of F(k) below the rank's lowest stage s + M w(rank) + tail(rank)                   -> Uniform.bound()
+    (E4)  where the last rank ends with a backward of its lowest stage, that gradient still has the way up:
+          T >= the same + sum of B(k) below s + tail(rank 0)                                    -> Uniform.bound()
     (E5)  no rank holds fewer micro-batches when there are more of them, so a short schedule tells what a long one
-          holds at least                                                                -> Traits.in_flight, may_hold()
+          holds at least                                                                -> Traits, may_hold()
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost import LayoutCosts, StageLayers, StageMap, durations, tail_ticks
-from planner.errors import LayoutError
-from planner.schedule import ActionKind, Schedule, build, in_flight_per_stage
+from planner.cost import LayoutCosts, StageMap
+from planner.schedule import ActionKind, Schedule, build, find
+from planner.schedule.entry import Shape
+from planner.schedule.in_flight import most_held
 from planner.search.bounds import room_bytes
 from planner.search.segments import LayerModes
 
 _Sizes = NDArray[np.int64]
 
 
+_ROUNDS = 4
+"""Micro-batches per rank of the short schedule that tells a long one's traits."""
+
+
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What a schedule tells without being built for all of its micro-batches."""
+    """What the first and the last rank of a schedule tell, without building it for all ranks and micro-batches."""
 
-    stage_ranks: tuple[int, ...]
-    in_flight: tuple[int, ...]
-    """Held of every stage, at least: equation (E5)."""
+    held: tuple[dict[int, int], ...]
+    """Of either rank: micro-batches held of each stage, at least: equation (E5)."""
     ends_low: bool
-    """Every rank ends with the full backward of its lowest stage."""
+    """The last rank ends with the full backward of its lowest stage."""
 
 
 @lru_cache(maxsize=4096)
 def traits_of(name: str, ranks: int, micro_batches: int, virtual_stages: int) -> Traits:
     """Traits of a schedule of these numbers."""
-    short = _short(name, ranks, micro_batches, virtual_stages)
-    ends = [(row[-1].stage, row[-1].kind) for row in short.actions]
-    lowest = [(short.stages_of(rank)[0], ActionKind.BACKWARD) for rank in range(ranks)]
-    return Traits(short.stage_ranks, in_flight_per_stage(short), ends == lowest)
-
-
-def _short(name: str, ranks: int, micro_batches: int, virtual_stages: int) -> Schedule:
-    """The schedule with as many micro-batches as ranks, or twice as many, if it takes them."""
-    for fewer in (ranks, 2 * ranks):
-        if fewer < micro_batches:
-            with suppress(LayoutError):
-                return build(name, ranks=ranks, micro_batches=fewer, virtual_stages=virtual_stages)
-    return built(name, ranks, micro_batches, virtual_stages)
+    entry, rounds = find(name), ranks * _ROUNDS
+    shape = Shape(ranks, rounds if rounds < micro_batches else micro_batches, virtual_stages)
+    rows = [entry.rank_actions(shape, rank) for rank in (0, ranks - 1)]
+    lowest = min(action.stage for action in rows[-1])
+    return Traits(tuple(map(most_held, rows)), rows[-1][-1][:2] == (lowest, ActionKind.BACKWARD))
 
 
 @lru_cache(maxsize=64)
@@ -84,33 +80,92 @@ def _numbers(costs: LayoutCosts) -> tuple[str, int, int, int]:
     return layout.schedule, layout.pipeline_parallel_degree, costs.micro_batches, layout.virtual_stages_per_rank
 
 
-def dealt_sizes(costs: LayoutCosts, modes: Sequence[LayerModes]) -> tuple[int, ...]:
-    """Layers of every stage of a layout by (E1) and (E2)."""
-    work = tuple(options[0].forward_ticks + options[0].backward_ticks for options in modes)
-    return deal(work, layout_traits(costs).stage_ranks)
+@dataclass(frozen=True)
+class Uniform:
+    """The layers of a layout that all recompute alike, as arrays: whatever the order, these stay the same."""
 
+    modes: tuple[LayerModes, ...]
+    """One for every layer."""
+    forward: _Sizes
+    backward: _Sizes
+    tail: _Sizes
+    """Reduction and optimizer."""
+    ogp_bytes: _Sizes
+    activation_bytes: _Sizes
+    latency_ticks: int
+    """Of the reduction, once per rank, less what ranks spare that hold several users of a shared parameter."""
+    room_bytes: int
+    """Of a device, and what a rank spares likewise."""
+    micro_batches: int
 
-def stage_map_of(modes: Sequence[LayerModes], sizes: Sequence[int]) -> StageMap:
-    """Stages of so many layers, each layer in the first of its modes."""
-    layers = iter(enumerate(options[0].mode for options in modes))
-    return tuple(tuple(next(layers) for _ in range(size)) for size in sizes)
-
-
-def may_hold(costs: LayoutCosts, modes: Sequence[LayerModes], sizes: Sequence[int]) -> bool:
-    """False only if some rank of these stages overflows: by OGP and activations alone, without buffers."""
-    traits, known = layout_traits(costs), {id(one): one[0] for one in modes}
-    ogp, held = (
-        np.array([value[id(one)] for one in modes], dtype=np.int64)
-        for value in (
-            {key: cost.ogp_bytes for key, cost in known.items()},
-            {key: cost.activation_bytes for key, cost in known.items()},
+    @classmethod
+    def of(cls, costs: LayoutCosts, modes: tuple[LayerModes, ...]) -> Self:
+        """Layers of a layout, each in the first of its modes."""
+        layers = [options[0] for options in modes]
+        extra = [(len(shared.layers) - 1, shared) for shared in costs.shared]
+        return cls(
+            modes=modes,
+            forward=np.array([cost.forward_ticks for cost in layers], dtype=np.int64),
+            backward=np.array([cost.backward_ticks for cost in layers], dtype=np.int64),
+            tail=np.array([cost.reduction_ticks + cost.optimizer_ticks for cost in layers], dtype=np.int64),
+            ogp_bytes=np.array([cost.ogp_bytes for cost in layers], dtype=np.int64),
+            activation_bytes=np.array([cost.activation_bytes for cost in layers], dtype=np.int64),
+            latency_ticks=costs.reduction_latency_ticks - sum(times * shared.tail_ticks for times, shared in extra),
+            room_bytes=room_bytes(costs) + sum(times * shared.ogp_bytes for times, shared in extra),
+            micro_batches=costs.micro_batches,
         )
-    )
-    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-    stages = np.add.reduceat(ogp, starts) + np.array(traits.in_flight) * np.add.reduceat(held, starts)
-    ranks = np.bincount(traits.stage_ranks, weights=stages)
-    spared = sum((len(shared.layers) - 1) * shared.ogp_bytes for shared in costs.shared)
-    return bool(ranks.max() <= room_bytes(costs) + spared)
+
+    @cached_property
+    def work(self) -> tuple[int, ...]:
+        """Ticks of one micro-batch, of every layer."""
+        return tuple((self.forward + self.backward).tolist())
+
+    def stage_map(self, sizes: Sequence[int]) -> StageMap:
+        """Stages of so many layers."""
+        layers = iter(enumerate(options[0].mode for options in self.modes))
+        return tuple(tuple(next(layers) for _ in range(size)) for size in sizes)
+
+    def bound(self, sizes: Sequence[int], ranks: tuple[int, ...], *, ends_low: bool) -> int:
+        """Ticks that these stages take at least, transfers for nothing: (E3), and (E4) where ranks end low.
+
+        Args:
+            sizes: layers of every stage.
+            ranks: pipeline rank of every stage.
+            ends_low: the last rank ends with the full backward of its lowest stage.
+        """
+        starts = _starts(sizes)
+        forward, backward = np.add.reduceat(self.forward, starts), np.add.reduceat(self.backward, starts)
+        tails = _per_rank(ranks, np.add.reduceat(self.tail, starts))
+        lowest = np.array([ranks.index(rank) for rank in range(len(tails))])
+        down = np.concatenate([[0], np.cumsum(forward)])[lowest]
+        done = down + self.micro_batches * _per_rank(ranks, forward + backward)
+        bound = int((done + tails).max())
+        if ends_low:
+            bound = max(bound, int(done[-1] + backward[: lowest[-1]].sum() + tails[0]))
+        return bound + self.latency_ticks
+
+    def may_hold(self, sizes: Sequence[int], traits: Traits) -> bool:
+        """False only if the first or the last rank overflows, by OGP and activations alone, without buffers."""
+        starts = _starts(sizes)
+        ogp, activations = np.add.reduceat(self.ogp_bytes, starts), np.add.reduceat(self.activation_bytes, starts)
+        needed = [sum(int(ogp[s] + units * activations[s]) for s, units in held.items()) for held in traits.held]
+        return max(needed) <= self.room_bytes
+
+
+def _starts(sizes: Sequence[int]) -> NDArray[np.intp]:
+    return np.concatenate([[0], np.cumsum(sizes)[:-1]])
+
+
+def _per_rank(ranks: Sequence[int], values: _Sizes) -> _Sizes:
+    sums = np.zeros(max(ranks) + 1, dtype=np.int64)
+    np.add.at(sums, list(ranks), values)
+    return sums
+
+
+def ranks_of(costs: LayoutCosts) -> tuple[int, ...]:
+    """Pipeline rank of every stage."""
+    name, ranks, micro_batches, virtual_stages = _numbers(costs)
+    return find(name).stage_ranks(Shape(ranks, micro_batches, virtual_stages))
 
 
 @lru_cache(maxsize=1024)
@@ -188,25 +243,3 @@ def _loads(total: _Sizes, sizes: _Sizes, holds: _Sizes) -> _Sizes:
 def _scores(loads: _Sizes) -> list[tuple[int, float]]:
     """(busiest rank, sum of squares) of every row."""
     return list(zip(loads.max(axis=1).tolist(), np.square(loads.astype(float)).sum(axis=1).tolist(), strict=True))
-
-
-def map_bound(costs: LayoutCosts, traits: Traits, stages: Sequence[StageLayers]) -> int:
-    """Ticks that these stages take at least: equations (E3) and (E4)."""
-    ranks = traits.stage_ranks
-    spent = durations(costs, stages)
-    held = [[s for s, owner in enumerate(ranks) if owner == rank] for rank in range(max(ranks) + 1)]
-    tails = [sum(parts) for parts in tail_ticks(costs, [[one for s in mine for one in stages[s]] for mine in held])]
-    forward = np.array(spent.forward)
-    backward = np.array(spent.backward_input) + np.array(spent.backward_weight) + np.array(spent.recompute)
-    down, up = _way(ranks, forward, spent.transfer_forward), _way(ranks, backward, spent.transfer_backward)
-    bound = 0
-    for mine, tail in zip(held, tails, strict=True):
-        done = down[mine[0]] + costs.micro_batches * int((forward + backward)[mine].sum())
-        bound = max(bound, done + tail, done + up[mine[0]] + tails[0] if traits.ends_low else 0)
-    return bound
-
-
-def _way(ranks: Sequence[int], spent: _Sizes, transfers: Sequence[float]) -> list[int]:
-    """Ticks of one action of every stage before each stage, and transfers; what stays on a rank needs no transfer."""
-    moves = [0 if ranks[s] == ranks[s + 1] else int(transfers[s]) for s in range(len(ranks) - 1)]
-    return [0, *np.cumsum(spent[:-1] + np.array(moves, dtype=np.int64)).tolist()]

@@ -84,13 +84,13 @@ def _push_all(heap: list[Open], parts: Iterable[Open]) -> None:
 def _is_ready(one: Open) -> bool:
     """A single layout that needs no further bound."""
     item = one.item
-    return isinstance(item, Searched) or (isinstance(item, Dealt) and item.stage_map is not None)
+    return isinstance(item, Searched) or (isinstance(item, Dealt) and item.is_tight)
 
 
 def _candidate(one: Open) -> Candidate | None:
     """The plan of a single layout; None when it is not one yet, or none fits."""
     match one.item:
-        case Dealt() as dealt if dealt.stage_map is not None:
+        case Dealt() as dealt if dealt.is_tight:
             return dealt_candidate(dealt)
         case Searched(costs=costs, modes=modes):
             search = LayoutSearch(costs, modes)

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field, replace
 from planner.cost import (
     TICK_SECONDS,
     LayoutCosts,
-    StageMap,
     Workload,
     choose,
     evaluate,
@@ -32,7 +31,7 @@ from planner.cost import (
 )
 from planner.schedule import in_flight_per_stage
 from planner.search.bounds import any_order_bound, lower_bound, may_fit, warm_ups, work_of
-from planner.search.dealt import dealt_sizes, layout_schedule, layout_traits, map_bound, may_hold, stage_map_of
+from planner.search.dealt import Uniform, deal, layout_schedule, layout_traits, ranks_of
 from planner.search.inside import NO_LIMIT, Inside, LayoutSearch, Outcome
 from planner.search.result import Callbacks, Candidate, Progress
 from planner.search.segments import LayerModes, allowed_modes
@@ -63,8 +62,7 @@ class Alike:
     """Those of a group whose stage map is dealt and whose layers all recompute alike."""
 
     group: Group
-    modes: tuple[LayerModes, ...]
-    """One for every layer."""
+    layers: Uniform
     orders: tuple[Order, ...]
 
     @property
@@ -88,9 +86,11 @@ class Dealt:
     """A layout whose stage map is dealt by a rule."""
 
     costs: LayoutCosts
-    modes: tuple[LayerModes, ...]
-    stage_map: StageMap | None = None
-    """None: not dealt yet, and bounded by its layers alone."""
+    layers: Uniform
+    sizes: tuple[int, ...] = ()
+    """Layers of every stage; none: not dealt yet, and bounded by its layers alone."""
+    is_tight: bool = False
+    """Bounded, and found to fit, by the traits of its schedule too."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -294,12 +294,12 @@ def _orders(state: State, one: Open, group: Group) -> Iterator[Open]:
         modes = tuple(options[:1] for options in allowed_modes(group.costs, (mode,)))
         if may_fit(group.costs, modes, (1,) * group.family.pipeline):
             bound = max(one.bound_ticks, any_order_bound(group.costs, modes))
-            yield Open(bound, (*one.order, place), Alike(group, modes, tuple(orders)))
+            yield Open(bound, (*one.order, place), Alike(group, Uniform.of(group.costs, modes), tuple(orders)))
 
 
 def _alike(one: Open, alike: Alike) -> Iterator[Open]:
     for place, order in enumerate(alike.orders):
-        yield Open(one.bound_ticks, (*one.order, place), Dealt(alike.group.costs_of(order), alike.modes))
+        yield Open(one.bound_ticks, (*one.order, place), Dealt(alike.group.costs_of(order), alike.layers))
 
 
 def _searched(state: State, one: Open, layout: Searched) -> Iterator[Open]:
@@ -330,13 +330,18 @@ def _after(state: State, one: Open, layout: Searched, inside: Inside) -> Iterato
 
 
 def _dealt(state: State, one: Open, layout: Dealt) -> Iterator[Open]:
-    costs = layout.costs
-    if layout.stage_map is None:
-        sizes = dealt_sizes(costs, layout.modes)
-        if may_hold(costs, layout.modes, sizes):
-            stage_map = stage_map_of(layout.modes, sizes)
-            bound = map_bound(costs, layout_traits(costs), choose(costs, stage_map))
-            yield Open(max(one.bound_ticks, bound), one.order, replace(layout, stage_map=stage_map))
+    costs, layers = layout.costs, layout.layers
+    ranks = ranks_of(costs)
+    if not layout.sizes:
+        sizes = deal(layers.work, ranks)
+        bound = max(one.bound_ticks, layers.bound(sizes, ranks, ends_low=False))
+        yield Open(bound, one.order, replace(layout, sizes=sizes))
+        return
+    if not layout.is_tight:
+        traits = layout_traits(costs)
+        if layers.may_hold(layout.sizes, traits):
+            bound = max(one.bound_ticks, layers.bound(layout.sizes, ranks, ends_low=traits.ends_low))
+            yield Open(bound, one.order, replace(layout, is_tight=True))
         return
     state.solved += 1
     found = dealt_candidate(layout)
@@ -346,14 +351,14 @@ def _dealt(state: State, one: Open, layout: Dealt) -> Iterator[Open]:
 
 
 def dealt_candidate(layout: Dealt) -> Candidate | None:
-    """The only plan of a layout whose stage map is known, simulated; None when it does not fit."""
-    assert layout.stage_map is not None
+    """The only plan of a layout whose stages are dealt, simulated; None when it does not fit."""
     costs, schedule = layout.costs, layout_schedule(layout.costs)
-    stages = choose(costs, layout.stage_map)
+    stage_map = layout.layers.stage_map(layout.sizes)
+    stages = choose(costs, stage_map)
     memory = stage_memory(costs, stages, in_flight_per_stage(schedule), held_stages(schedule))
     if any(row.peak_bytes > row.capacity_bytes for row in memory):
         return None
-    return Candidate(costs, schedule, layout.stage_map, evaluate(costs, schedule, stages))
+    return Candidate(costs, schedule, stage_map, evaluate(costs, schedule, stages))
 
 
 def bounded(work: Workload, layout: Layout, wish: tuple[str, ...]) -> Open:
