@@ -46,6 +46,8 @@ TWO_RANKS = {
         {**MOMENTUM, "context": 2, "micro_batches": 2, "schedule": "seqpipe", "chunks": 2, "pipeline": 1},
         **SHORT,
     ),
+    "cp2-zero3": Case("llama", (6,), {**MOMENTUM, "context": 2, "micro_batches": 2, "zero": 3}, clip=0.5, **SHORT),
+    "cp2-ep2": Case("mixtral", (6,), {**MOMENTUM, "context": 2, "expert": 2, "micro_batches": 2}, **SHORT),
     "cp2-bf16": Case(
         "llama", (6,), {"context": 2, "micro_batches": 2, "precision": "bf16-mixed"}, steps=4, learning_rate=3e-4
     ),
@@ -55,6 +57,18 @@ FOUR_RANKS = {
     "cp2-pp2-chunks": Case("llama", (2, 4), {**MOMENTUM, "context": 2, "schedule": "seqpipe", "chunks": 2}, **SHORT),
     "cp2-tp2": Case("llama", (6,), {**MOMENTUM, "context": 2, "tensor": 2, "micro_batches": 2}, clip=0.5, **SHORT),
     "cp2-dp2": Case("qwen3", (6,), {**MOMENTUM, "context": 2, "data": 2, "micro_batches": 2}, clip=0.5, **SHORT),
+    "ep2-seqpipe": Case(
+        "mixtral",
+        (3, 3),
+        {**MOMENTUM, "data": 2, "expert": 2, "micro_batches": 2, "schedule": "seqpipe", "chunks": 2},
+        **SHORT,
+    ),
+    "dp2-seqpipe-zero1": Case(
+        "llama", (3, 3), {**MOMENTUM, "data": 2, "schedule": "seqpipe", "chunks": 2, "zero": 1}, clip=0.5, **SHORT
+    ),
+    "dp2-seqpipe-zero3": Case(
+        "llama", (3, 3), {**MOMENTUM, "data": 2, "schedule": "seqpipe", "chunks": 2, "zero": 3}, clip=0.5, **SHORT
+    ),
     "cp4": Case("llama", (6,), {**MOMENTUM, "context": 4, "micro_batches": 2}, **SHORT),
     "tp2-seqpipe": Case("qwen3", (2, 4), {**MOMENTUM, "tensor": 2, "schedule": "seqpipe", "chunks": 2}, **SHORT),
 }
