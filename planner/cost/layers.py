@@ -243,7 +243,7 @@ def _refuse_unknown_splits(work: Workload, layout: Layout) -> None:
             raise UnsupportedError(
                 f"the profile of {work.profile.model!r} has no measurements with {field}({value}).",
                 field=f"layout.{field}",
-                mend=f"use {plain}: profiles of modules are not split so yet.",
+                mend=f"use {plain}, or a counted profile with such rows: planner profile --device analytic:ID.",
             )
 
 

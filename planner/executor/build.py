@@ -24,7 +24,7 @@ from planner.executor.rank_module import merge, tie
 from planner.executor.replicas import GradientReducer, Reducer, Reducers
 from planner.executor.runtime import Loss, PipelineRuntime
 from planner.executor.scaling import LossScaler, scaler_for
-from planner.executor.sequence_parallel import sequence_plan, share_sequence
+from planner.executor.sequence_parallel import read_once, sequence_plan, share_sequence
 from planner.executor.sharding import is_split, shard_tensors, tied_modules
 from planner.executor.stages import Boundaries, Boundary, TimedStage
 from planner.executor.streams import RandomStreams
@@ -236,7 +236,9 @@ def _shard(
         styles = tensor_styles(stage, source, mesh.grid.tensor)
         sequence = sequence_plan(stage, source, styles) if plan.layout.sequence_parallel else None
         partial += shard_tensors(stage, styles, mesh, whole=whole, sequence=sequence)
-        if sequence is not None:
+        if sequence is None:
+            read_once(stage, source, styles, mesh.tensor_mesh)
+        else:
             share_sequence(stage, source, range(layers.start, layers.stop), sequence, mesh.tensor_mesh)
         if mesh.expert_mesh is not None:
             share_experts(stage, source, mesh.expert_mesh)

@@ -34,6 +34,21 @@ def sequence_plan(stage: nn.Module, source: ModelSource, styles: dict[str, str])
     return SequencePlan.of(stage, chain.blocks_name, styles)
 
 
+def read_once(stage: nn.Module, source: ModelSource, styles: dict[str, str], mesh: DeviceMesh) -> None:
+    """Without sequence parallelism: let column-wise products that read one hidden tensor read one DTensor, in place.
+
+    Its gradients, partial sums, are then added up over the group once; each product by itself would do so for its own.
+    """
+    chain = source.cut().chain
+    if not styles or not isinstance(chain, TransformerChain):
+        return
+
+    def enter(hidden: torch.Tensor) -> DTensor:
+        return DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
+
+    enter_regions(stage, SequencePlan.of(stage, chain.blocks_name, styles).entered, enter)
+
+
 def share_sequence(stage: nn.Module, source: ModelSource, layers: range, where: SequencePlan, mesh: DeviceMesh) -> None:
     """Let a stage of these layers work on this rank's part of the sequence between its tensor-parallel regions."""
     chain = source.cut().chain

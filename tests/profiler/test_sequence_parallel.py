@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner.executor.sequence_parallel import sequence_plan, share_sequence
+from planner.executor.sequence_parallel import read_once, sequence_plan, share_sequence
 from planner.executor.sharding import shard_tensors
 from profiler import tensor_parallel
 from profiler.count import count, profile
@@ -176,3 +176,18 @@ def test_profile_has_sequence_parallel_rows_where_the_sequence_divides(write_con
     found = profile(source, sequence_length=18, **options)
     splits = {(row.tensor_parallel_degree, row.sequence_parallel) for row in found.layers[1].measurements}
     assert splits == {(1, False), (2, False), (4, False), (2, True)}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
+def test_without_it_a_region_sums_its_gradients_once(family: str, two_ranks, write_config):
+    """However many products read the hidden tensor: as counted, two sums forward and two backward in a block."""
+    source = load_model(write_config(family))
+    block = source.cut().stage(source.build(), 1, 2)
+    styles = tensor_parallel.split_modules(block, tensor_parallel.plan(source))
+    shard_tensors(block, styles, SimpleNamespace(tensor_mesh=two_ranks))
+    read_once(block, source, styles, two_ranks)
+    with _Collectives() as forward:
+        output = block(torch.randn(B, S, HIDDEN, requires_grad=True))
+    with _Collectives() as backward:
+        output.backward(torch.ones_like(output))
+    assert forward.counts == backward.counts == {"all_reduce": 2}
