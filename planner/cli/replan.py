@@ -5,13 +5,15 @@ from __future__ import annotations
 import shlex
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from planner.cli.inputs import profile_behind
+from planner.cli.rebalance import rebalanced
 from planner.cli.service import WAIT_SECONDS, exchange
 from planner.errors import RunError, UnsupportedError
-from planner.spec import Cluster, Infeasible, Job, ModelProfile, Options, Plan, parse
+from planner.executor.elastic import Rebalanced
+from planner.spec import Cluster, Forecast, Infeasible, Job, ModelProfile, Options, Plan, parse
 
 SEARCH_SECONDS = 20.0
 """For each number of devices: ranks stand still meanwhile."""
@@ -19,11 +21,15 @@ SEARCH_SECONDS = 20.0
 Search = Callable[[Cluster], Plan | Infeasible]
 
 
-class FewerDevices:
-    """The fastest plan on at most so many devices of the plan's one node.
+class Replanner:
+    """Plans for what has become of the plan's one node; see `planner.executor.elastic.Planner`.
 
     Fewer devices than there are may be faster, for a batch divides by 2 and not by 3: all numbers from half of them on
     are asked for, and still fewer only while nothing fits.
+
+    Args:
+        plan: that the run began with.
+        search: finds the plan of a cluster.
 
     Raises:
         UnsupportedError: the plan needs several nodes.
@@ -38,10 +44,11 @@ class FewerDevices:
                 mend="start the printed commands, which torchrun's rendezvous holds together.",
             )
         self._cluster = plan.request.cluster
+        self._profile = profile_behind(plan, None)
         self._search = search
 
     def for_devices(self, devices: int) -> Plan | Infeasible:
-        """See `planner.executor.elastic.Planner`."""
+        """The fastest plan on at most so many devices."""
         best: Plan | None = None
         first: Infeasible | None = None
         for found in self._answers(devices):
@@ -50,6 +57,26 @@ class FewerDevices:
             elif best is None or found.prediction.step_seconds < best.prediction.step_seconds:
                 best = found
         return best or first or Infeasible(reasons=("there is no device.",))
+
+    def busy_seconds(self, plan: Plan) -> tuple[float, ...]:
+        """Predicted seconds of every pipeline rank's actions in one step."""
+        from planner.search import account
+
+        forecast = Forecast(
+            layout=plan.layout,
+            micro_batches=plan.micro_batches,
+            stages=plan.stages,
+            prediction=plan.prediction,
+            fits=True,
+        )
+        profile = plan.request.profile or self._profile
+        found = account(profile, plan.request.cluster, plan.request.job, forecast)
+        return tuple(rank.work_seconds for rank in found.ranks)
+
+    def rebalance(self, plan: Plan, slowdown: Sequence[float]) -> Rebalanced | None:
+        """A faster partition for ranks of unequal speed: see `planner.cli.rebalance`."""
+        profile = plan.request.profile or self._profile
+        return rebalanced(plan, profile, slowdown) if plan.layout.virtual_stages_per_rank == 1 else None
 
     def _answers(self, devices: int) -> Iterator[Plan | Infeasible]:
         found = False

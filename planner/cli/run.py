@@ -197,12 +197,12 @@ def _elastic(plan: Plan, arguments: argparse.Namespace) -> ElasticPolicy | None:
     """How the run survives; None: it does not."""
     if not arguments.elastic:
         return None
-    from planner.cli.replan import FewerDevices, by_search, by_service, discovered_by
+    from planner.cli.replan import Replanner, by_search, by_service, discovered_by
 
     search = by_search(plan) if arguments.planner is None else by_service(plan, arguments.planner)
     chosen = {"restarts": arguments.restarts, "cooldown_seconds": arguments.cooldown}
     return ElasticPolicy(
-        planner=FewerDevices(plan, search),
+        planner=Replanner(plan, search),
         discover=None if arguments.discover is None else discovered_by(arguments.discover),
         **{name: value for name, value in chosen.items() if value is not None},
     )

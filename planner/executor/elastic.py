@@ -8,6 +8,12 @@ are shorter by more than the move takes:
     (E1)  gain = steps left x (seconds of a step now - predicted seconds x measured / predicted seconds of this plan)
     (E2)  move = seconds from a launch to the end of its first step, less that step, as this run has measured them
 
+And when stages drift from the plan, for one device is slower than the others, it asks for another partition:
+
+    (E3)  drift of a pipeline rank = measured / predicted seconds of its actions, over the median of all ranks' ratios
+
+A plan that is wrong for all ranks alike has no drift: another partition would not help.
+
 Horovod's elastic mode (`horovodrun --host-discovery-script`) is the model for how devices come and go; torchrun's own
 restarts keep the number of ranks of a node. Torch-free.
 """
@@ -19,6 +25,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 from planner.errors import DocumentError, PlannerError, RunError, UnsupportedError
@@ -32,9 +39,23 @@ from planner.spec.plan import Infeasible, Plan
 DEFAULT_RESTARTS = 3
 DEFAULT_COOLDOWN_SECONDS = 300.0
 WARM_UP_STEPS = 2
-"""Of a segment; they say nothing about its step time."""
+"""Of a launch; they say nothing about its step time."""
+DRIFT_STEPS = 8
+"""That medians are taken over, at least."""
+DRIFT = 1.2
+"""From here on a pipeline rank is slow: equation (E3). What several ranks of one machine differ by is less."""
 
 Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Rebalanced:
+    """Another partition of the same layout, for pipeline ranks of unequal speed."""
+
+    plan: Plan
+    seconds_now: float
+    """Of a step by the plan at hand, on these ranks, as the planner predicts it."""
+    seconds_then: float
 
 
 class Planner(Protocol):
@@ -42,6 +63,12 @@ class Planner(Protocol):
 
     def for_devices(self, devices: int) -> Plan | Infeasible:
         """The fastest plan of the same job on at most so many devices of one node."""
+
+    def busy_seconds(self, plan: Plan) -> tuple[float, ...]:
+        """Predicted seconds of every pipeline rank's actions in one step."""
+
+    def rebalance(self, plan: Plan, slowdown: Sequence[float]) -> Rebalanced | None:
+        """A faster partition where every pipeline rank takes so many times as long; None: there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +222,8 @@ class Elastic:
             launch.kept = kept
             if self._next is None:
                 self._at_checkpoint(launch, line.step + 1)
+            if self._next is None:
+                self._watch_drift(launch, line.step + 1)
 
     def _at_checkpoint(self, launch: _Launch, step: int) -> None:
         """Look whether devices have come back, and whether it pays to use them."""
@@ -208,12 +237,48 @@ class Elastic:
         self._considered = usable
         found = self._ask(len(usable), step)
         if found is not None:
-            self._weigh(launch, found, step)
+            faster = found.prediction.step_seconds / launch.plan.prediction.step_seconds
+            self._weigh(launch, found, faster, step, f"{len(found.placement)} devices are there again")
 
-    def _weigh(self, launch: _Launch, found: Plan, step: int) -> None:
-        """Move when the steps left gain more than the move takes: equations (E1) and (E2)."""
+    def _watch_drift(self, launch: _Launch, step: int) -> None:
+        """Look whether pipeline ranks have become slower than others, against the plan: equation (E3)."""
+        if launch.weighed_drift or len(launch.busy) < WARM_UP_STEPS + DRIFT_STEPS or step >= self._settings.steps:
+            return
+        try:
+            drift = launch.drift(self._policy.planner.busy_seconds(launch.plan))
+            if max(drift) < DRIFT:
+                return
+            launch.weighed_drift = True
+            found = self._policy.planner.rebalance(launch.plan, drift)
+        except PlannerError as error:
+            launch.weighed_drift = True
+            self._decide(step, "stayed", f"drift cannot be weighed: {error}", {})
+            return
+        slow = max(range(len(drift)), key=lambda rank: drift[rank])
+        text = f"pipeline rank {slow} takes {drift[slow]:.2f} x as long as the others, against the plan"
+        figures = {f"drift_of_pipeline_rank_{rank}": ratio for rank, ratio in enumerate(drift)}
+        if found is None:
+            self._decide(step, "stayed", f"{text}: no other partition is faster", figures)
+            return
+        self._weigh(launch, found.plan, found.seconds_then / found.seconds_now, step, text, figures)
+
+    def _weigh(
+        self,
+        launch: _Launch,
+        found: Plan,
+        faster: float,
+        step: int,
+        reason: str,
+        more: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """Move when the steps left gain more than the move takes: equations (E1) and (E2).
+
+        Args:
+            faster: predicted seconds of a step then / now.
+            more: figures of the reason.
+        """
         now = launch.step_seconds
-        then = found.prediction.step_seconds * now / launch.plan.prediction.step_seconds
+        then = now * faster
         left = self._settings.steps - step
         gain = left * (now - then)
         figures = {
@@ -224,9 +289,10 @@ class Elastic:
             "steps_left": left,
             "gain_seconds": gain,
             "move_seconds": launch.startup_seconds,
+            **more,
         }
         text = (
-            f"{len(found.placement)} devices are there again: {left} steps of {then:.3f} s instead of {now:.3f} s gain "
+            f"{reason}: {left} steps of {then:.3f} s instead of {now:.3f} s gain "
             f"{gain:.1f} s, the move takes {launch.startup_seconds:.1f} s"
         )
         if gain <= launch.startup_seconds:
@@ -315,7 +381,11 @@ class _Launch:
         """Steps of the newest complete checkpoint that was looked at."""
         self.losses: dict[int, float] = {}
         self.seconds: dict[int, float] = {}
+        self.busy: list[Sequence[float]] = []
+        """Of every step, by pipeline rank."""
         self.startup_seconds = 0.0
+        self.weighed_drift = False
+        """Once in a launch: what was decided by is not less true later."""
         self._begun = time.monotonic()
 
     def record(self, line: StepLine) -> None:
@@ -323,6 +393,7 @@ class _Launch:
         if not self.losses:
             self.startup_seconds = max(time.monotonic() - self._begun - line.seconds, 0.0)
         self.losses[line.step], self.seconds[line.step] = line.loss, line.seconds
+        self.busy.append(line.busy_seconds)
 
     @property
     def trained(self) -> int:
@@ -334,6 +405,13 @@ class _Launch:
         """Median of this launch's steps, the first ones apart."""
         seconds = list(self.seconds.values())
         return statistics.median(seconds[min(WARM_UP_STEPS, len(seconds) - 1) :])
+
+    def drift(self, predicted: Sequence[float]) -> tuple[float, ...]:
+        """How much longer every pipeline rank takes than the median one, against the plan: equation (E3)."""
+        measured = [statistics.median(of_rank) for of_rank in zip(*self.busy[-DRIFT_STEPS:], strict=True)]
+        ratios = [seconds / wanted for seconds, wanted in zip(measured, predicted, strict=True)]
+        middle = statistics.median_low(ratios)
+        return tuple(ratio / middle for ratio in ratios)
 
     def segment(self) -> Segment:
         """What it trained."""

@@ -7,7 +7,7 @@ clock. All times are seconds since the start of the step, where a barrier lets e
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -21,6 +21,11 @@ class Span:
     name: str
     start_seconds: float
     end_seconds: float
+
+
+def computing_seconds(spans: Sequence[Span]) -> float:
+    """In actions of the schedule, whose names end with a micro-batch; `reduce` and `optimizer` are none."""
+    return sum(span.end_seconds - span.start_seconds for span in spans if span.name[-1].isdigit())
 
 
 class Recorder:

@@ -36,6 +36,8 @@ class StepLine:
     tokens_per_second: float
     loss_scale: float | None = None
     warning: str | None = None
+    busy_seconds: Sequence[float] = ()
+    """By pipeline rank."""
 
     @classmethod
     def parse(cls, line: str) -> StepLine | None:

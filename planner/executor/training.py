@@ -22,6 +22,7 @@ from planner.executor.optimizer import COMPUTE_DTYPE
 from planner.executor.out_of_memory import is_out_of_memory, ran_out
 from planner.executor.report import StepRecord
 from planner.executor.spikes import SpikeWatch
+from planner.executor.timeline import computing_seconds
 from planner.spec.plan import Plan
 
 RECORDED_STEPS = 64
@@ -40,6 +41,8 @@ class Metrics:
     """After the step, in fp16: it halves when the step was skipped, for its gradients overflowed."""
     warning: str | None = None
     """A loss spike, in words: see `planner.executor.spikes`."""
+    busy_seconds: tuple[float, ...] = ()
+    """By pipeline rank: in the schedule's actions, waiting apart; the mean over the ranks that share the place."""
 
 
 class Keeper(Protocol):
@@ -64,6 +67,7 @@ class Trainer:
         self._dtype = COMPUTE_DTYPE[plan.request.job.precision]
         self._asked_to_stop: Callable[[], bool] = _never
         self._phase = ""
+        self._busy_seconds: list[float] = []
         self._spikes = SpikeWatch()
         self.warnings: tuple[str, ...] = ()
         """Of the last training."""
@@ -101,7 +105,7 @@ class Trainer:
             scale = self._part.scaler.scale if self._part.scaler is not None else None
             warning = self._spikes.look(step, records[-1].loss)
             self.warnings += () if warning is None else (warning,)
-            on_step(Metrics(step, records[-1].loss, records[-1].seconds, rate, scale, warning))
+            on_step(Metrics(step, records[-1].loss, records[-1].seconds, rate, scale, warning, (*self._busy_seconds,)))
             if keeper is not None:
                 keeper.after_step(step + 1, last=self.stopped or step + 1 == steps)
             if self.stopped:
@@ -147,7 +151,7 @@ class Trainer:
         seconds = time.perf_counter() - started
         spans = self._part.recorder.end_step()
         self._phase = "in the sum of the loss"
-        return StepRecord(self._global_loss(loss, step), seconds, spans)
+        return StepRecord(self._global_loss(loss, step, computing_seconds(spans)), seconds, spans)
 
     def _read(self, step: int) -> tuple[Inputs, torch.Tensor | None]:
         """This replica's samples: inputs on the rank of the first stage, targets on that of the last, else nothing."""
@@ -190,14 +194,17 @@ class Trainer:
         norm = gradients.total_norm(optimizer.parameters, part.copies, self._mesh, optimizer.shards) / scale
         return gradients.clip_factor(norm, self._clip) / scale
 
-    def _global_loss(self, loss: torch.Tensor, step: int) -> float:
+    def _global_loss(self, loss: torch.Tensor, step: int, busy_seconds: float) -> float:
         """Mean over the global batch, on every rank: each replica's last stage adds its share once."""
         counts = self._part.has_last_stage and self._mesh.tensor == 0
         share = loss.double() if counts else torch.zeros_like(loss, dtype=torch.float64)
-        # One more number in the collective that every step ends with: whether this rank was told to stop.
-        total = torch.stack([share, torch.full_like(share, self._asked_to_stop())])
+        # More numbers in the collective that every step ends with: whether this rank was told to stop, and how long
+        # it computed, at the place of its pipeline rank.
+        busy = [0.0] * self._mesh.grid.pipeline
+        busy[self._mesh.pipeline] = busy_seconds * self._mesh.grid.pipeline / self._mesh.grid.size
+        total = torch.cat([share.reshape(1), share.new_tensor([float(self._asked_to_stop()), *busy])])
         dist.all_reduce(total)
-        value, votes = map(float, total)
+        value, votes, *self._busy_seconds = map(float, total)
         self.stopped = votes > 0
         # In fp16 a loss may be infinite: its gradients overflow, the scale falls, and the step is skipped.
         if math.isnan(value) or (math.isinf(value) and self._part.scaler is None):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from api.settings import Settings
-from planner.cli.replan import FewerDevices, by_search, by_service, discovered_by
+from planner.cli.replan import Replanner, by_search, by_service, discovered_by
 from planner.errors import RunError, UnsupportedError
 from planner.spec import Cluster, Infeasible, Plan, read
 from tests.api.live import running
@@ -21,7 +21,7 @@ def test_the_best_of_fewer_devices(planner: Command, plan_path: Path) -> None:
     job = plan.request.job.model_copy(update={"constraints": {}})
     free = plan.model_copy(update={"request": plan.request.model_copy(update={"job": job})})
     search = by_search(free)
-    best = FewerDevices(free, search).for_devices(3)
+    best = Replanner(free, search).for_devices(3)
     assert isinstance(best, Plan)
     answers = [answer for count in (2, 3) if isinstance(answer := search(tiny_cluster(devices=count)), Plan)]
     assert len(answers) == 2
@@ -40,7 +40,7 @@ def test_fewer_than_half_are_asked_only_while_nothing_fits(planner: Command, pla
             asked.append(cluster.devices)
             return plan if cluster.devices <= fits else Infeasible(reasons=(f"{cluster.devices} do not",))
 
-        return FewerDevices(plan, search).for_devices(8), asked
+        return Replanner(plan, search).for_devices(8), asked
 
     assert ask(8) == (plan, [8, 7, 6, 5, 4])
     assert ask(2) == (plan, [8, 7, 6, 5, 4, 3, 2])
@@ -71,7 +71,7 @@ def test_several_nodes_are_no_matter_of_one_command(planner: Command, plan_path:
     group = tiny_cluster().node_groups[0].model_copy(update={"nodes": 2})
     request = plan.request.model_copy(update={"cluster": Cluster(node_groups=(group,))})
     with pytest.raises(UnsupportedError, match="several nodes"):
-        FewerDevices(plan.model_copy(update={"request": request}), by_search(plan))
+        Replanner(plan.model_copy(update={"request": request}), by_search(plan))
 
 
 def test_devices_are_discovered_by_a_command() -> None:

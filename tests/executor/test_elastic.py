@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import pytest
 
 from planner.errors import DocumentError, RunError, StoppedError
 from planner.executor import elastic
-from planner.executor.elastic import Devices, Elastic, ElasticPolicy
+from planner.executor.elastic import Devices, Elastic, ElasticPolicy, Rebalanced
 from planner.executor.failure import killed_ranks
 from planner.executor.settings import RunSettings
 from planner.executor.torchrun import Ended, StepLine, visible
@@ -55,6 +55,7 @@ class Script:
     settings: list[RunSettings] = field(default_factory=list)
     kept: int = 0
     stopped: bool = False
+    busy: tuple[float, ...] = (1.0, 1.0)
 
     def torchrun(self, plan: Plan, path: Path, settings: RunSettings, folder: Path, **options: Any) -> Script:
         """In place of `Torchrun`."""
@@ -68,7 +69,7 @@ class Script:
         for step in range(self.kept, until):
             if (step + 1) % 2 == 0:
                 self.kept = step + 1
-            on_step(StepLine(step, float(step), 1.0, 1.0))
+            on_step(StepLine(step, float(step), 1.0, 1.0, busy_seconds=self.busy[: len(self.plans[-1].stages)]))
             if self.stopped:
                 self.stopped, self.kept = False, step + 1
                 return Ended(None, StoppedError("stopped."), was_stopped=True)
@@ -84,6 +85,17 @@ class Planner:
     """Two devices take one predicted second, one takes three."""
 
     nothing_fits: bool = False
+    rebalances: bool = True
+    drifts: list[tuple[float, ...]] = field(default_factory=list)
+
+    def busy_seconds(self, plan: Plan) -> tuple[float, ...]:
+        """All ranks alike, but after a partition for ranks that are not."""
+        return (0.6, 1.5) if plan.id == "rebalanced" else (0.5,) * len(plan.stages)
+
+    def rebalance(self, plan: Plan, slowdown: Sequence[float]) -> Rebalanced | None:
+        """Half as long a step, by a plan that is told from the others by its id."""
+        self.drifts.append(tuple(slowdown))
+        return Rebalanced(plan.model_copy(update={"id": "rebalanced"}), 4.0, 2.0) if self.rebalances else None
 
     def for_devices(self, devices: int) -> Plan | Infeasible:
         """A plan of one stage per device."""
@@ -118,15 +130,17 @@ def measured(first: int) -> Ended:
 def train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[MeasuredRun, Script]]:
     """Runs an elastic training of scripted launches."""
 
-    def train(*launches: tuple[int, Ended], **policy: Any) -> tuple[MeasuredRun, Script]:
-        script = Script(list(launches))
+    def train(
+        *launches: tuple[int, Ended], steps: int = STEPS, busy: tuple[float, ...] = (1.0, 1.0), **policy: Any
+    ) -> tuple[MeasuredRun, Script]:
+        script = Script(list(launches), busy=busy)
         monkeypatch.setattr(elastic, "Torchrun", script.torchrun)
         monkeypatch.setattr(elastic, "newest_step", lambda folder: script.kept)
-        settings = RunSettings(model="m", steps=STEPS, checkpoint_dir=str(tmp_path / "kept"), checkpoint_every=2)
+        settings = RunSettings(model="m", steps=steps, checkpoint_dir=str(tmp_path / "kept"), checkpoint_every=2)
         chosen = ElasticPolicy(**{"planner": Planner(), **policy})
         begin = Planner().for_devices(2)
         assert isinstance(begin, Plan)
-        return Elastic(begin, settings, tmp_path / "run", chosen).run(), script
+        return Elastic(begin, settings, tmp_path / f"run-{id(script)}", chosen).run(), script
 
     return train
 
@@ -178,6 +192,36 @@ def test_stays_where_a_move_takes_longer(
     assert len(script.plans) == 2
     assert run.decisions[-1].kind == "stayed"
     assert run.decisions[-1].figures["move_seconds"] > run.decisions[-1].figures["gain_seconds"] > 0
+
+
+def test_a_slow_rank_gets_fewer_layers(train: Callable[..., tuple[MeasuredRun, Script]]) -> None:
+    """Ten steps show it, the next checkpoint is the moment, and half of the steps' seconds are gained."""
+    planner = Planner()
+    run, script = train((40, measured(0)), (40, measured(0)), steps=40, busy=(0.6, 1.5), planner=planner)
+    (drift,) = planner.drifts
+    assert drift == pytest.approx((1.0, 2.5))
+    (moved,) = run.decisions
+    assert [plan.id == "rebalanced" for plan in script.plans] == [False, True]
+    assert (moved.kind, moved.step) == ("moved", 10)
+    assert moved.figures["gain_seconds"] == pytest.approx(30 * 0.5)
+    assert moved.figures["drift_of_pipeline_rank_1"] == pytest.approx(2.5)
+    assert "pipeline rank 1 takes 2.50 x as long" in moved.text
+
+
+def test_no_drift_is_no_decision(train: Callable[..., tuple[MeasuredRun, Script]]) -> None:
+    """All ranks twice as slow as planned, or a tenth apart: another partition would not help."""
+    planner = Planner()
+    for busy in ((1.0, 1.0), (1.0, 1.1)):
+        assert train((40, measured(0)), steps=40, busy=busy, planner=planner)[0].decisions == ()
+    assert planner.drifts == []
+
+
+def test_where_no_partition_helps_the_run_stays(train: Callable[..., tuple[MeasuredRun, Script]]) -> None:
+    """And says so once."""
+    run, _ = train((40, measured(0)), steps=40, busy=(2.0, 1.0), planner=Planner(rebalances=False))
+    (stayed,) = run.decisions
+    assert stayed.kind == "stayed"
+    assert stayed.text.endswith("no other partition is faster")
 
 
 def test_gives_up_after_so_many_restarts(train: Callable[..., tuple[MeasuredRun, Script]]) -> None:

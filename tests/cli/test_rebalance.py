@@ -1,0 +1,65 @@
+"""Partitions for ranks of unequal speed, against all partitions."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from planner.cli.rebalance import rebalanced, slowed
+from planner.cli.replan import Replanner, by_search
+from planner.search import predict
+from planner.spec import Plan, PredictionLayout, read
+from planner.validate import check
+from tests.cli.support import Command, tiny_cluster, tiny_job, tiny_profile, write_question
+
+
+@pytest.fixture
+def plan(planner: Command, tmp_path: Path) -> Plan:
+    """Twelve equal layers on four pipeline ranks."""
+    question = write_question(tmp_path, tiny_profile(layers=12), tiny_cluster(), tiny_job())
+    fixed = ("--fix", "pipeline_parallel_degree=4", "--fix", "schedule=1f1b", "--fix", "micro_batch_size=1")
+    assert planner("plan", *question, *fixed, "-o", tmp_path / "plan.json").code == 0
+    return read(Plan, tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize("slowdown", [(1, 1, 1, 2), (2, 1, 1, 1), (1, 3, 1, 1), (1.5, 1, 1.5, 1)])
+def test_as_fast_as_the_best_of_all(plan: Plan, slowdown: tuple[float, ...]) -> None:
+    """Equal layers: moving one after the other ends at the best partition, and its plan holds for these ranks."""
+    profile = plan.request.profile
+    assert profile is not None
+    found = rebalanced(plan, profile, slowdown)
+    assert found is not None
+
+    def seconds(counts: tuple[int, ...]) -> float:
+        layout = PredictionLayout(**plan.layout.model_dump(), layers_per_stage=counts)
+        of_ranks = slowed(profile, counts, slowdown)
+        return predict(of_ranks, tiny_cluster(), tiny_job(), layout).prediction.step_seconds
+
+    every = [counts for counts in product(range(1, 10), repeat=4) if sum(counts) == 12]
+    assert found.seconds_then == pytest.approx(min(map(seconds, every)))
+    assert found.seconds_now == seconds(tuple(len(stage.layers) for stage in plan.stages)) > found.seconds_then
+    assert found.plan.prediction.step_seconds == found.seconds_then
+    assert found.plan.layout == plan.layout
+    carried = found.plan.request.profile
+    assert carried is not None
+    assert check(found.plan, carried).ok
+
+
+def test_equal_ranks_keep_their_layers(plan: Plan) -> None:
+    """Nothing is faster than the plan."""
+    assert plan.request.profile is not None
+    assert rebalanced(plan, plan.request.profile, (1, 1, 1, 1)) is None
+
+
+def test_a_plan_says_how_long_its_ranks_work(plan: Plan) -> None:
+    """Eight micro-batches of three layers of 3 ms; the plan of slow ranks says it of them."""
+    replanner = Replanner(plan, by_search(plan))
+    assert replanner.busy_seconds(plan) == pytest.approx([8 * 3 * 3e-3] * 4, rel=0.05)
+    found = replanner.rebalance(plan, (1, 1, 1, 2))
+    assert found is not None
+    busy = replanner.busy_seconds(found.plan)
+    layers = [len(stage.layers) for stage in found.plan.stages]
+    wanted = [8 * count * 3e-3 * factor for count, factor in zip(layers, (1, 1, 1, 2), strict=True)]
+    assert busy == pytest.approx(wanted, rel=0.05)
