@@ -10,9 +10,12 @@ import torch.distributed as dist
 
 from planner.errors import MismatchError, UnsupportedError
 from planner.executor import Executor
-from planner.executor.dry_run import COMPARED, dry_run
-from planner.spec import Plan
+from planner.executor.dry_run import COMPARED, DryRank, dry_run
+from planner.search import make_request, plan_layout
+from planner.spec import Cluster, Job, NodeGroup, Plan
+from planner.spec.layout import PredictionLayout
 from planner.spec.plan import RankMemory
+from profiler import count
 from profiler.models import ModelSource
 from tests.executor.plans import make_plan, source_of
 
@@ -92,3 +95,34 @@ def test_refusals(tmp_path: Path) -> None:
     executor.close()
     dry_run(plan, source)
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("split", [{"pipeline_parallel_degree": 2}, {"expert_parallel_degree": 2}])
+def test_zero_leaves_what_the_cost_model_promises(split: dict[str, int], tmp_path: Path) -> None:
+    """Two replicas of two stages, and four replicas that share out experts: parts of all that each rank would hold."""
+    model = "mixtral" if "expert_parallel_degree" in split else "gpt2"
+    source = source_of(model, tmp_path)
+    degrees = (1, 2) if model == "mixtral" else (1,)
+    profile = count.profile(
+        source, sequence_length=16, micro_batch_sizes=(1,), expert_parallel_degrees=degrees, dtype="bf16"
+    )
+    job = Job(global_batch_size=8, sequence_length=16, precision="bf16-mixed", optimizer="adamw")
+    cluster = Cluster(node_groups=(NodeGroup(device="a100-sxm4-40gb", nodes=1, devices_per_node=4),))
+    whole: tuple[DryRank, ...] = ()
+    for zero_stage in (0, 1, 2, 3):
+        layout = PredictionLayout(
+            data_parallel_degree=4 // split.get("pipeline_parallel_degree", 1),
+            zero_stage=zero_stage,
+            micro_batch_size=1,
+            schedule="1f1b",
+            **split,
+        )
+        plan = plan_layout(make_request(profile, cluster, job), profile, layout)
+        assert isinstance(plan, Plan)
+        found = dry_run(plan, source)
+        assert found.differences == ()
+        whole = whole or found.ranks
+        for kind, unsharded in zip(found.ranks, whole, strict=True):
+            for least, name in enumerate(("optimizer_bytes", "gradients_bytes", "parameters_bytes"), start=1):
+                part = getattr(kind.built, name) / getattr(unsharded.built, name)
+                assert part < 0.6 if zero_stage >= least else part == pytest.approx(1, abs=0.01), name
