@@ -38,7 +38,7 @@ DEALT = (
     "zb-v",
     "hanayo",
 )
-SPLIT = ("zb-h1", "zb-h2", "zb-v")
+SPLIT = ("zb-h1", "zb-h1-fused", "zb-h2", "zb-v")
 """Of them, those with I and W: the executor does not recompute under them."""
 MOST_VIRTUAL_STAGES = 8
 _MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")

@@ -2,7 +2,7 @@
 
 from planner.cost.compute import price
 from planner.cost.layers import TICK_SECONDS, LayerCost, LayoutCosts, SharedCost, layout_costs
-from planner.cost.memory import RECEIVE_BUFFERS, StageLayers, reserved_bytes, stage_memory
+from planner.cost.memory import RECEIVE_BUFFERS, StageLayers, held_units, reserved_bytes, stage_memory
 from planner.cost.placement import placement, stage_ranks
 from planner.cost.step import (
     StageMap,
@@ -10,7 +10,6 @@ from planner.cost.step import (
     choose,
     durations,
     evaluate,
-    held_stages,
     predict_step,
     schedule_of,
     stage_durations,
@@ -32,7 +31,7 @@ __all__ = [
     "choose",
     "durations",
     "evaluate",
-    "held_stages",
+    "held_units",
     "layout_costs",
     "placement",
     "predict_step",

@@ -5,7 +5,8 @@
                 gradients / parameters by the data-parallel degree (Rajbhandari et al. 2020).   -> stage_memory()
 (M2)  act(s)  = in_flight(s) * (sum of the layers' saved activations + the stage's output)
                 + 2 * (bytes received from the stage before and from the stage behind)
-                in_flight: most micro-batches that are forwarded and not yet backwarded, from the schedule's order;
+                in_flight: micro-batches that are forwarded and not yet backwarded, from the schedule's order, when the
+                rank holds most bytes; over all stages of the rank, and the buffers of the one that receives most;
                 torch's pipeline stage keeps every sent output until its backward; the executor holds at most two
                 receive buffers per direction, the one in use and the one being filled
                 with sequence chunks a unit holds its share of that, rounded up; and as much as attention reads and
@@ -18,10 +19,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from planner.cost.layers import LayerCost, LayoutCosts
 from planner.cost.workload import Workload
+from planner.schedule import Schedule
+from planner.schedule.in_flight import crests
 from planner.spec.plan import RankMemory
 
 RESERVED_BYTES = 1_600_000_000
@@ -41,27 +44,33 @@ def reserved_bytes(work: Workload) -> int:
     return RESERVED_BYTES if known is None else known
 
 
+def held_units(costs: LayoutCosts, stages: Sequence[StageLayers], schedule: Schedule) -> tuple[dict[int, int], ...]:
+    """By pipeline rank: of each of its stages the micro-batches (or chunks) held when the rank holds most bytes."""
+    unit = [_unit_bytes(costs, stages, index) for index in range(len(stages))]
+    ranks = []
+    for rank in range(schedule.ranks):
+        mine = schedule.stages_of(rank)
+        sizes = [unit[stage] for stage in mine]
+        most = max(crests(schedule, rank), key=lambda held: sum(n * size for n, size in zip(held, sizes, strict=True)))
+        ranks.append(dict(zip(mine, most, strict=True)))
+    return tuple(ranks)
+
+
 def stage_memory(
-    costs: LayoutCosts,
-    stages: Sequence[StageLayers],
-    in_flight: Sequence[int],
-    held: Sequence[Sequence[int]] | None = None,
+    costs: LayoutCosts, stages: Sequence[StageLayers], held: Sequence[Mapping[int, int]]
 ) -> tuple[RankMemory, ...]:
     """Memory of every pipeline rank: equations (M1) to (M4).
 
     Args:
         costs: of the layout.
         stages: layers of every stage.
-        in_flight: micro-batches that each stage holds when its rank holds most.
-        held: stages of every pipeline rank; None: one each, in order.
+        held: of every pipeline rank, as `held_units` tells.
     """
-    ranks = held or [(index,) for index in range(len(stages))]
-    return tuple(_rank_memory(costs, stages, in_flight, rank, ranks[rank]) for rank in range(len(ranks)))
+    return tuple(_rank_memory(costs, stages, rank, units) for rank, units in enumerate(held))
 
 
-def _rank_memory(
-    costs: LayoutCosts, stages: Sequence[StageLayers], in_flight: Sequence[int], rank: int, mine: Sequence[int]
-) -> RankMemory:
+def _rank_memory(costs: LayoutCosts, stages: Sequence[StageLayers], rank: int, units: Mapping[int, int]) -> RankMemory:
+    mine = tuple(units)
     layers = [cost for index in mine for _, cost in stages[index]]
     parameters = sum(cost.parameters_bytes for cost in layers)
     gradients = sum(cost.gradients_bytes for cost in layers)
@@ -73,7 +82,7 @@ def _rank_memory(
         gradients -= repeated * shared.gradients_bytes
         optimizer -= repeated * shared.optimizer_bytes
     chunks = costs.layout.sequence_chunks
-    activations = sum(in_flight[index] * -(-_kept_bytes(costs, stages, index) // chunks) for index in mine)
+    activations = sum(count * _unit_bytes(costs, stages, index) for index, count in units.items())
     activations += RECEIVE_BUFFERS * max(-(-buffer_bytes(costs, stages, index) // chunks) for index in mine)
     activations += sum(cost.attention.bytes for cost in layers) if chunks > 1 else 0
     temporary = max(cost.temporary_bytes for cost in layers) + costs.gathered_bytes
@@ -92,9 +101,10 @@ def _rank_memory(
     )
 
 
-def _kept_bytes(costs: LayoutCosts, stages: Sequence[StageLayers], index: int) -> int:
-    """Saved activations of one micro-batch and what the stage puts out."""
-    return sum(cost.activation_bytes for _, cost in stages[index]) + outgoing_bytes(costs, stages, index)
+def _unit_bytes(costs: LayoutCosts, stages: Sequence[StageLayers], index: int) -> int:
+    """Saved activations of one micro-batch, or its chunk's share, and what the stage puts out."""
+    whole = sum(cost.activation_bytes for _, cost in stages[index]) + outgoing_bytes(costs, stages, index)
+    return -(-whole // costs.layout.sequence_chunks)
 
 
 def outgoing_bytes(costs: LayoutCosts, stages: Sequence[StageLayers], index: int) -> int:

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 
 from planner.cost.chunks import per_chunk
 from planner.cost.layers import TICK_SECONDS, LayerCost, LayoutCosts, layout_costs, ticks
-from planner.cost.memory import StageLayers, shared_on_several_stages, stage_memory
+from planner.cost.memory import StageLayers, held_units, shared_on_several_stages, stage_memory
 from planner.cost.workload import workload
 from planner.errors import DocumentError
-from planner.schedule import Durations, Schedule, Simulation, build, in_flight_per_stage, simulate
+from planner.schedule import Durations, Schedule, Simulation, build, simulate
 from planner.spec.plan import Breakdown, Plan, Prediction
 from planner.spec.profile import ModelProfile, RecomputeMode
 
@@ -54,11 +54,6 @@ def schedule_of(costs: LayoutCosts) -> Schedule:
         virtual_stages=layout.virtual_stages_per_rank if layout.virtual_stages_per_rank > 1 else None,
         sequence_chunks=layout.sequence_chunks,
     )
-
-
-def held_stages(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
-    """Stages of every pipeline rank."""
-    return tuple(schedule.stages_of(rank) for rank in range(schedule.ranks))
 
 
 def choose(costs: LayoutCosts, stage_map: StageMap) -> tuple[StageLayers, ...]:
@@ -161,7 +156,7 @@ def predict_step(costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageL
         mfu=_mfu(costs, stages, seconds),
         bubble_fraction=step.simulation.bubble_fraction,
         breakdown=_breakdown(costs, schedule, stages, step),
-        memory=stage_memory(costs, stages, in_flight_per_stage(schedule), held_stages(schedule)),
+        memory=stage_memory(costs, stages, held_units(costs, stages, schedule)),
     )
 
 

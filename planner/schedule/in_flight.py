@@ -43,6 +43,11 @@ def most_held(actions: Iterable[Action]) -> dict[int, int]:
     return most
 
 
+def crests(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
+    """All combinations of units of the rank's stages (`Schedule.stages_of`) that it holds before a release, sorted."""
+    return tuple(sorted(set(_crests(schedule, rank))))
+
+
 def in_flight_vectors(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Per rank: every combination of units held of its stages (`Schedule.stages_of`) that no other one contains.
 

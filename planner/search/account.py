@@ -6,7 +6,7 @@ memory to its peak. Every part names the equations that it comes from (`planner.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.cost import (
@@ -17,13 +17,14 @@ from planner.cost import (
     choose,
     durations,
     evaluate,
+    held_units,
     layout_costs,
     schedule_of,
     tail_ticks,
     workload,
 )
 from planner.cost.step import by_rank
-from planner.schedule import Durations, Schedule, in_flight_per_stage
+from planner.schedule import Durations, Schedule
 from planner.spec.calibration import Constants
 from planner.spec.cluster import Cluster
 from planner.spec.job import Job
@@ -150,7 +151,7 @@ def account(
 
 def _account(costs: LayoutCosts, stages: Sequence[StageLayers], forecast: Forecast) -> Account:
     schedule, spent = schedule_of(costs), durations(costs, stages)
-    in_flight = in_flight_per_stage(schedule)
+    held = held_units(costs, stages, schedule)
     step = evaluate(costs, schedule, stages)
     tails = tail_ticks(costs, by_rank(schedule, stages))
     ends = [int(end) for end in step.simulation.end_seconds]
@@ -160,11 +161,11 @@ def _account(costs: LayoutCosts, stages: Sequence[StageLayers], forecast: Foreca
         micro_batches=costs.micro_batches,
         last_rank=step.last_rank,
         stages=tuple(
-            _stage(costs, stages[stage], spent, stage, rank, in_flight[stage])
+            _stage(costs, stages[stage], spent, stage, rank, held[rank][stage])
             for stage, rank in enumerate(schedule.stage_ranks)
         ),
         ranks=tuple(
-            _rank(costs, stages, schedule, spent, memory, ends[rank], tails[rank])
+            _rank(costs, stages, schedule, spent, memory, held[rank], ends[rank], tails[rank])
             for rank, memory in enumerate(forecast.prediction.memory)
         ),
     )
@@ -197,6 +198,7 @@ def _rank(
     schedule: Schedule,
     spent: Durations,
     memory: RankMemory,
+    units: Mapping[int, int],
     end: int,
     tail: tuple[int, int],
 ) -> RankAccount:
@@ -206,8 +208,7 @@ def _rank(
     work = costs.micro_batches * int(sum(_worked(spent, stage) for stage in held))
     reduction = costs.reduction_latency_ticks + sum(cost.reduction_ticks for cost in layers)
     shared = _shared_ticks(costs, by_rank(schedule, stages), rank)
-    in_flight = in_flight_per_stage(schedule)
-    saved = sum(in_flight[stage] * sum(cost.activation_bytes for _, cost in stages[stage]) for stage in held)
+    saved = sum(count * sum(cost.activation_bytes for _, cost in stages[stage]) for stage, count in units.items())
     return RankAccount(
         pipeline_rank=rank,
         work_seconds=work * TICK_SECONDS,

@@ -24,12 +24,11 @@ from planner.cost import (
     Workload,
     choose,
     evaluate,
-    held_stages,
+    held_units,
     layout_costs,
     schedule_of,
     stage_memory,
 )
-from planner.schedule import in_flight_per_stage
 from planner.search.bounds import any_order_bound, lower_bound, may_fit, warm_ups, work_of
 from planner.search.dealt import Uniform, deal, layout_schedule, layout_traits, ranks_of
 from planner.search.inside import NO_LIMIT, Inside, LayoutSearch, Outcome
@@ -355,7 +354,7 @@ def dealt_candidate(layout: Dealt) -> Candidate | None:
     costs, schedule = layout.costs, layout_schedule(layout.costs)
     stage_map = layout.layers.stage_map(layout.sizes)
     stages = choose(costs, stage_map)
-    memory = stage_memory(costs, stages, in_flight_per_stage(schedule), held_stages(schedule))
+    memory = stage_memory(costs, stages, held_units(costs, stages, schedule))
     if any(row.peak_bytes > row.capacity_bytes for row in memory):
         return None
     return Candidate(costs, schedule, stage_map, evaluate(costs, schedule, stages))

@@ -48,7 +48,9 @@ class Facts:
 
     @property
     def devices(self) -> int:
-        """Devices of the cluster."""
+        """That the plan has to use: all of the cluster, or, where the job's objective lets it use fewer, its own."""
+        if self.job.objective != "step_time":
+            return self.layout.devices
         return self.nodes.nodes * self.nodes.devices_per_node
 
     def rows(self, layer: LayerProfile) -> dict[RecomputeMode, Measurement]:

@@ -28,7 +28,7 @@ def capacity_bytes(facts: Facts) -> int:
 
 @dataclass(frozen=True)
 class MemoryCheck:
-    """The stages of one pipeline rank, and how many units of each it holds when it holds most."""
+    """The stages of one pipeline rank, and how many units of each it holds at some moment."""
 
     prices: Prices
     stage_map: StageMap
@@ -67,17 +67,25 @@ class MemoryCheck:
 
     def _activations(self) -> int:
         """Equation (M2): what is held in flight, and the receive buffers of the stage that receives most."""
-        chunks = self.prices.facts.layout.sequence_chunks
-        outputs = [self.prices.boundary_bytes[layers[-1][0]] for layers in self.stage_map]
-        saved = {
-            stage: sum(self._allocated(price.row.activation_bytes) for price in self._layers(stage)) + outputs[stage]
-            for stage in self.held
-        }
+        chunks, outputs = self.prices.facts.layout.sequence_chunks, self._outputs
         between = [0, *outputs[:-1], 0]
         received = max(between[stage] + between[stage + 1] for stage in self.held)
         keys = sum(price.attention_bytes for stage in self.held for price in self._layers(stage)) if chunks > 1 else 0
-        in_flight = sum(units * math.ceil(Fraction(saved[stage], chunks)) for stage, units in self.held.items())
-        return in_flight + RECEIVE_BUFFERS * math.ceil(Fraction(received, chunks)) + keys
+        return self.in_flight_bytes() + RECEIVE_BUFFERS * math.ceil(Fraction(received, chunks)) + keys
+
+    def in_flight_bytes(self) -> int:
+        """Saved activations and outputs of the units held."""
+        chunks = self.prices.facts.layout.sequence_chunks
+        total = 0
+        for stage, units in self.held.items():
+            saved = sum(self._allocated(price.row.activation_bytes) for price in self._layers(stage))
+            total += units * math.ceil(Fraction(saved + self._outputs[stage], chunks))
+        return total
+
+    @property
+    def _outputs(self) -> list[int]:
+        """What every stage puts out."""
+        return [self.prices.boundary_bytes[layers[-1][0]] for layers in self.stage_map]
 
     def _temporary(self) -> int:
         """Equation (M3); under ZeRO 3 one layer is gathered while another runs."""

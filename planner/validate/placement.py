@@ -16,6 +16,7 @@ def check_placement(plan: Plan, facts: Facts, findings: Findings) -> None:
     findings.equal("placement: ranks", [row.rank for row in plan.placement], list(range(facts.devices)))
     _check_grid(plan, findings)
     _check_devices(plan, facts, findings)
+    _check_nodes(plan, facts, findings)
     findings.checked.append("the placement is the full grid of degrees, each rank on a device of its own")
 
 
@@ -36,6 +37,14 @@ def _check_grid(plan: Plan, findings: Findings) -> None:
     for row in plan.placement:
         neighbour = row.data * layout.context_parallel_degree + row.context
         findings.equal(f"placement[{row.rank}].expert", row.expert, neighbour % layout.expert_parallel_degree)
+
+
+def _check_nodes(plan: Plan, facts: Facts, findings: Findings) -> None:
+    """Nodes are used whole; a plan on one node may leave some of its devices."""
+    used = Counter(row.node for row in plan.placement)
+    for node, devices in sorted(used.items()):
+        if len(used) > 1 and devices != facts.nodes.devices_per_node:
+            findings.wrong("placement", f"{devices} of {facts.nodes.devices_per_node} devices of node {node} are used.")
 
 
 def _check_devices(plan: Plan, facts: Facts, findings: Findings) -> None:

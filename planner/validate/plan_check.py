@@ -5,6 +5,7 @@ from __future__ import annotations
 from planner.spec.plan import Plan
 from planner.spec.profile import ModelProfile
 from planner.validate.actions import check_actions
+from planner.validate.answers import check_answers
 from planner.validate.documents import check_documents
 from planner.validate.facts import facts_of
 from planner.validate.findings import CheckReport, Findings
@@ -38,4 +39,5 @@ def check(plan: Plan, profile: ModelProfile) -> CheckReport:
             check_prediction(plan, facts, findings)
     check_search(plan, findings)
     check_alternatives(plan, facts, findings)
+    check_answers(plan, facts, findings)
     return findings.report()

@@ -159,6 +159,23 @@ def _dead_lock(actions: Actions, place: Sequence[int]) -> ScheduleError:
     )
 
 
+def holdings_of(actions: Sequence[Action]) -> list[Counter[int]]:
+    """Units of every stage of a rank before each release that follows a forward, every combination once."""
+    held: Counter[int] = Counter()
+    found: dict[tuple[tuple[int, int], ...], Counter[int]] = {}
+    is_rising = False
+    for action in actions:
+        if action.kind == "F":
+            held[action.stage] += 1
+            is_rising = True
+        elif action.kind in "BW":
+            if is_rising:
+                found.setdefault(tuple(sorted(held.items())), held.copy())
+            is_rising = False
+            held[action.stage] -= 1
+    return list(found.values())
+
+
 def held_per_stage(actions: Sequence[Action]) -> Counter[int]:
     """Units of every stage of a rank at the first moment at which it holds most: equation (W4)."""
     held: Counter[int] = Counter()

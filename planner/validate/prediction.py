@@ -16,7 +16,7 @@ from planner.validate.actions import parse
 from planner.validate.facts import Facts
 from planner.validate.findings import Findings
 from planner.validate.memory import MemoryCheck, StageMap
-from planner.validate.play import Actions, StageTimes, end_nanoseconds, held_per_stage, owners
+from planner.validate.play import Actions, StageTimes, end_nanoseconds, holdings_of, owners
 from planner.validate.prices import NANOSECOND, LayerPrice, Prices, nanoseconds
 from planner.validate.schedules import joint_pairs
 
@@ -64,8 +64,9 @@ class StepCheck:
         """One row per pipeline rank."""
         rows = []
         for rank, stages in enumerate(self._stages):
-            most = held_per_stage(self.actions[rank])
-            rows.append(MemoryCheck(self.prices, self.stage_map, {stage: most[stage] for stage in stages}).row(rank))
+            holdings = [{stage: each[stage] for stage in stages} for each in holdings_of(self.actions[rank])]
+            checks = [MemoryCheck(self.prices, self.stage_map, held) for held in holdings]
+            rows.append(max(checks, key=MemoryCheck.in_flight_bytes).row(rank))
         return tuple(rows)
 
     def step_totals(self, ends: Sequence[int]) -> list[int]:
