@@ -86,9 +86,8 @@ def test_refusals(tmp_path: Path) -> None:
     plan = _plan(source)
     with pytest.raises(MismatchError, match=r"position 1 the plan has transformer\.h\.0"):
         dry_run(plan, source_of("llama", tmp_path))
-    layout = plan.layout.model_copy(update={"context_parallel_degree": 2})
-    with pytest.raises(UnsupportedError, match="context"):
-        dry_run(plan.model_copy(update={"layout": layout}), source)
+    with pytest.raises(UnsupportedError, match="zero_stage"):
+        dry_run(_plan(source, data=2, optimizer="adafactor", zero=1), source)
     executor = Executor(plan, source, device="cpu")
     with pytest.raises(UnsupportedError, match="is a rank of a process group"):
         dry_run(plan, source)
