@@ -22,14 +22,16 @@ from planner.cost import (
 from planner.errors import LayoutError, MismatchError, UnsupportedError
 from planner.schedule import Schedule, canonical_name, find
 from planner.search.bounds import BOUNDED
-from planner.search.dealt import dealt_sizes, stage_map_of
+from planner.search.dealt import Uniform, deal, ranks_of
 from planner.search.explain import alternatives, explanation, misses, predictions, with_recompute
 from planner.search.inside import LayoutSearch, solve_layout
-from planner.search.result import Callbacks, Found
+from planner.search.objectives import Contest, contest
+from planner.search.parts import token_price
+from planner.search.result import Callbacks, Found, improved
 from planner.search.rivals import rivals
 from planner.search.segments import allowed_modes
-from planner.search.solve import search, unfit
-from planner.search.space import Space, space_of
+from planner.search.solve import unfit
+from planner.search.space import Space
 from planner.spec.calibration import Constants
 from planner.spec.cluster import Cluster
 from planner.spec.document import digest
@@ -75,7 +77,7 @@ def _profile_id(profile: ModelProfile) -> str:
 
 
 def plan(request: PlanRequest, profile: ModelProfile, *, callbacks: Callbacks | None = None) -> Plan | Infeasible:
-    """The fastest plan, proven; or why none fits.
+    """The best plan by the job's objective, proven; or why none fits.
 
     Raises:
         SpecError: the documents do not belong together, or ask for what cannot be run.
@@ -86,25 +88,25 @@ def plan(request: PlanRequest, profile: ModelProfile, *, callbacks: Callbacks | 
             field="profile",
             mend="give the profile that the request names.",
         )
-    work = workload(profile, request.cluster, request.job)
-    space = space_of(work)
+    ended = contest(request, profile, callbacks or Callbacks())
+    work, space = ended.winner.work, ended.winner.space
     if not space.families:
         return Infeasible(reasons=space.reasons)
-    return _answer(request, work, space, _search(work, space, request.options, callbacks or Callbacks()))
+    found = _found(ended, request.options.top)
+    if ended.missed_seconds is not None:
+        return _too_slow(request.job, ended)
+    return _answer(request, work, found) if found.candidates else _infeasible(work, space, found)
 
 
-def _search(work: Workload, space: Space, options: Options, callbacks: Callbacks) -> Found:
-    state = search(work, space, options, callbacks)
+def _found(ended: Contest, top: int) -> Found:
+    part, work, space, state = ended.winner.part, ended.winner.work, ended.winner.space, ended.winner.state
     if state.best is None:
-        return Found((), state.report(), tuple(unfit(work, space)))
-    candidates = sorted((state.best, *rivals(state, options.top)), key=lambda one: one.ticks)
-    state.take(candidates[0])  # a search that was stopped may be beaten by its own alternatives
-    return Found(tuple(candidates), state.report(), ())
+        return Found(part, (), ended.report, tuple(unfit(work, space)))
+    candidates = sorted((state.best, *rivals(state, top)), key=lambda one: one.ticks)
+    return Found(part, tuple(candidates), improved(ended.report, candidates[0].ticks), ())
 
 
-def _answer(request: PlanRequest, work: Workload, space: Space, found: Found) -> Plan | Infeasible:
-    if not found.candidates:
-        return _infeasible(work, space, found)
+def _answer(request: PlanRequest, work: Workload, found: Found) -> Plan:
     best, priced = found.candidates[0], predictions(found.candidates)
     layout = with_recompute(best)
     return Plan(
@@ -112,11 +114,12 @@ def _answer(request: PlanRequest, work: Workload, space: Space, found: Found) ->
         layout=layout,
         micro_batches=best.costs.micro_batches,
         stages=stages_of(best.costs, best.stage_map, best.schedule),
-        placement=placement(layout, work.devices_per_node),
+        placement=found.part.place(placement(layout, work.devices_per_node)),
         prediction=priced[0],
         search=found.report,
         alternatives=alternatives(found, priced),
         explanation=explanation(best, priced[0], found),
+        cost_per_token=token_price(found.part.cluster, request.job, priced[0].step_seconds),
         actions=best.schedule.to_text(),
         request=request,
     )
@@ -136,6 +139,17 @@ def stages_of(costs: LayoutCosts, stage_map: StageMap, schedule: Schedule) -> tu
             ranks=stage_ranks(costs.layout, rank),
         )
         for index, (stage, rank) in enumerate(zip(stage_map, schedule.stage_ranks, strict=True))
+    )
+
+
+def _too_slow(job: Job, ended: Contest) -> Infeasible:
+    """Plans fit, but none meets the deadline."""
+    return Infeasible(
+        reasons=(
+            f"no plan of any part of the cluster meets the deadline of {job.deadline_seconds} s per step; the fastest "
+            f"on all {ended.winner.part.devices} devices takes {ended.missed_seconds:.6g} s",
+        ),
+        search=ended.report,
     )
 
 
@@ -279,7 +293,8 @@ def _alike(costs: LayoutCosts, counts: Sequence[int] | None) -> StageMap:
             mend="use none, selective or full with several stages per rank.",
         )
     modes = tuple(options[:1] for options in allowed_modes(costs, (costs.layout.recompute,)))
-    return stage_map_of(modes, counts or dealt_sizes(costs, modes))
+    layers = Uniform.of(costs, modes)
+    return layers.stage_map(counts or deal(layers.work, ranks_of(costs)))
 
 
 def _fastest(costs: LayoutCosts) -> StageMap:

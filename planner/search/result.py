@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from planner.cost import LayoutCosts, StageMap, Step
+from planner.cost import TICK_SECONDS, LayoutCosts, StageMap, Step
 from planner.schedule import Schedule
+from planner.search.parts import Part
 from planner.spec.plan import SearchReport
 
 
@@ -49,7 +50,17 @@ class Candidate:
 class Found:
     """Result of the search over layouts: best first, with the proof."""
 
+    part: Part
+    """Of the cluster, that the plan uses."""
     candidates: tuple[Candidate, ...]
     report: SearchReport
     unfit: tuple[LayoutCosts, ...]
     """Layouts of which no stage map fits; filled only when nothing fits at all."""
+
+
+def improved(report: SearchReport, ticks: int) -> SearchReport:
+    """The report of a stopped search whose plan was beaten by its own alternative, of so many ticks."""
+    seconds = ticks * TICK_SECONDS
+    bound = min(report.lower_bound_seconds, seconds)
+    gap = (seconds - bound) / seconds
+    return report if report.optimal else report.model_copy(update={"lower_bound_seconds": bound, "gap": gap})
