@@ -325,16 +325,14 @@ def boundaries(plan: Plan, source: ModelSource, mine: StageRange) -> tuple[Bound
     size, length = layout.micro_batch_size, length // (layout.sequence_chunks * layout.context_parallel_degree)
     crossing = source.borders(size, length).crossing
     dtype = COMPUTE_DTYPE[plan.request.job.precision]
-    received, sent = (
-        tuple(Boundary.of(each, dtype) for each in crossing[position]) for position in (mine.start, mine.stop)
-    )
-    if not plan.layout.sequence_parallel:
-        return received, sent
-    last = len(crossing) - 1
-    return tuple(
-        side if position in (0, last) else tuple(_part_of(each, plan.layout.tensor_parallel_degree) for each in side)
-        for position, side in ((mine.start, received), (mine.stop, sent))
-    )  # type: ignore[return-value]
+    parts = layout.tensor_parallel_degree if layout.sequence_parallel else 1
+
+    def at(position: int) -> Boundaries:
+        whole = tuple(Boundary.of(each, dtype) for each in crossing[position])
+        is_hidden = 0 < position < len(crossing) - 1
+        return tuple(_part_of(each, parts) for each in whole) if is_hidden and parts > 1 else whole
+
+    return at(mine.start), at(mine.stop)
 
 
 def _part_of(hidden: Boundary, parts: int) -> Boundary:
