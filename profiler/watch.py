@@ -173,6 +173,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._see(tensor.untyped_storage())
         self.timeline.append(self.live_bytes)
         if not _only_views(func, given, made) and packet not in BOOKKEEPING:
+            if packet is aten._scaled_dot_product_flash_attention and args[4]:
+                flops = _causal_flops(flops, queries=args[0].shape[2], keys=args[1].shape[2])
             self.kernels.append(_kernel(packet, given, made, flops))
             self.functions.append(func)
 
@@ -202,6 +204,12 @@ def _only_views(func: Any, given: list[Tensor], made: list[Tensor]) -> bool:
         return False
     known = {tensor.untyped_storage()._cdata for tensor in given}
     return all(tensor.untyped_storage()._cdata in known for tensor in made)
+
+
+def _causal_flops(flops: int, *, queries: int, keys: int) -> int:
+    """What causal attention from the lower right corner is charged with: as a square one, half of which is skipped, is
+    charged with all of it, so is this one with twice what is not skipped, queries x (keys - queries / 2)."""
+    return flops * (2 * keys - queries) // keys
 
 
 def _kernel(packet: Any, given: list[Tensor], made: list[Tensor], flops: int) -> Kernel:

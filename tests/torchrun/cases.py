@@ -245,7 +245,9 @@ def main() -> None:
     torch.set_num_threads(1)
     replicas.BUCKET_BYTES = 8192  # several buckets even for tiny models
     dist.init_process_group("gloo")
-    cases = CASES[dist.get_world_size()]
+    from tests.torchrun import piece_cases  # which takes `Case` from here
+
+    cases = CASES[dist.get_world_size()] | piece_cases.CASES[dist.get_world_size()]
     chosen = sys.argv[2:] or list(cases)
     results = {name: run(cases[name]) for name in chosen}
     if dist.get_world_size() == 4:

@@ -1,20 +1,13 @@
-"""Trains cases whose sequences are cut into pieces under torchrun; run as ``-m``, writes JSON."""
+"""Cases of `tests.torchrun.cases` whose sequences are cut into chunks, or over context-parallel ranks."""
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from tests.torchrun.cases import ONE_STEP, Case
 
-from planner.executor import replicas
-from tests.torchrun.cases import ONE_STEP, Case, run
-
-SHORT: dict[str, Any] = {"steps": 3, "learning_rate": 0.05}
-MOMENTUM = {"optimizer": "momentum"}
+SHORT: dict[str, Any] = {"steps": 2, "learning_rate": 0.05}
+MOMENTUM = {"optimizer": "momentum", "micro_batches": 2}
 """AdamW would move a parameter whose gradient is all rounding by its whole rate."""
 TWO_RANKS = {
     "seqpipe-2": Case(
@@ -36,31 +29,29 @@ TWO_RANKS = {
     "cp2": Case(
         "llama", (6,), {"context": 2, "micro_batches": 2, "micro_batch_size": 2}, clip=0.5, steps=4, learning_rate=3e-4
     ),
-    "cp2-recompute": Case(
-        "qwen3", (6,), {**MOMENTUM, "context": 2, "micro_batches": 2, "recompute": {2: "full", 3: "selective"}}, **SHORT
-    ),
+    "cp2-recompute": Case("qwen3", (6,), {**MOMENTUM, "context": 2, "recompute": {2: "full", 3: "selective"}}, **SHORT),
     "cp2-gradients": Case("tied-llama", (6,), {"context": 2, "micro_batches": 2, "optimizer": "sgd"}, **ONE_STEP),
     "cp2-chunks": Case(
         "llama",
         (6,),
-        {**MOMENTUM, "context": 2, "micro_batches": 2, "schedule": "seqpipe", "chunks": 2, "pipeline": 1},
+        {**MOMENTUM, "context": 2, "schedule": "seqpipe", "chunks": 2, "pipeline": 1},
         **SHORT,
     ),
-    "cp2-zero3": Case("llama", (6,), {**MOMENTUM, "context": 2, "micro_batches": 2, "zero": 3}, clip=0.5, **SHORT),
-    "cp2-ep2": Case("mixtral", (6,), {**MOMENTUM, "context": 2, "expert": 2, "micro_batches": 2}, **SHORT),
-    "cp2-bf16": Case(
+    "cp2-zero3": Case("llama", (6,), {**MOMENTUM, "context": 2, "zero": 3}, clip=0.5, **SHORT),
+    "cp2-ep2": Case("mixtral", (6,), {**MOMENTUM, "context": 2, "expert": 2}, **SHORT),
+    "cp2-bf16-mixed": Case(
         "llama", (6,), {"context": 2, "micro_batches": 2, "precision": "bf16-mixed"}, steps=4, learning_rate=3e-4
     ),
 }
 FOUR_RANKS = {
     "cp2-pp2": Case("tied-llama", (3, 3), {**MOMENTUM, "context": 2, "schedule": "zb-h1"}, clip=0.5, **SHORT),
     "cp2-pp2-chunks": Case("llama", (2, 4), {**MOMENTUM, "context": 2, "schedule": "seqpipe", "chunks": 2}, **SHORT),
-    "cp2-tp2": Case("llama", (6,), {**MOMENTUM, "context": 2, "tensor": 2, "micro_batches": 2}, clip=0.5, **SHORT),
-    "cp2-dp2": Case("qwen3", (6,), {**MOMENTUM, "context": 2, "data": 2, "micro_batches": 2}, clip=0.5, **SHORT),
+    "cp2-tp2": Case("llama", (6,), {**MOMENTUM, "context": 2, "tensor": 2}, clip=0.5, **SHORT),
+    "cp2-dp2": Case("qwen3", (6,), {**MOMENTUM, "context": 2, "data": 2}, clip=0.5, **SHORT),
     "ep2-seqpipe": Case(
         "mixtral",
         (3, 3),
-        {**MOMENTUM, "data": 2, "expert": 2, "micro_batches": 2, "schedule": "seqpipe", "chunks": 2},
+        {**MOMENTUM, "data": 2, "expert": 2, "schedule": "seqpipe", "chunks": 2},
         **SHORT,
     ),
     "dp2-seqpipe-zero1": Case(
@@ -69,23 +60,7 @@ FOUR_RANKS = {
     "dp2-seqpipe-zero3": Case(
         "llama", (3, 3), {**MOMENTUM, "data": 2, "schedule": "seqpipe", "chunks": 2, "zero": 3}, clip=0.5, **SHORT
     ),
-    "cp4": Case("llama", (6,), {**MOMENTUM, "context": 4, "micro_batches": 2}, **SHORT),
+    "cp4": Case("llama", (6,), {**MOMENTUM, "context": 4}, **SHORT),
     "tp2-seqpipe": Case("qwen3", (2, 4), {**MOMENTUM, "tensor": 2, "schedule": "seqpipe", "chunks": 2}, **SHORT),
 }
 CASES = {2: TWO_RANKS, 4: FOUR_RANKS}
-
-
-def main() -> None:
-    """Run the cases of this world size; rank 0 writes their differences to the file that is named."""
-    torch.set_num_threads(1)
-    replicas.BUCKET_BYTES = 8192  # several buckets even for tiny models
-    dist.init_process_group("gloo")
-    cases = CASES[dist.get_world_size()]
-    results = {name: run(cases[name]) for name in sys.argv[2:] or cases}
-    if dist.get_rank() == 0:
-        Path(sys.argv[1]).write_text(json.dumps(results))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -13,6 +13,7 @@ import pytest
 
 from planner.executor.scaling import INITIAL_SCALE
 from planner.schedule import names
+from tests.torchrun import piece_cases
 from tests.torchrun.cases import FOUR_RANKS, SCHEDULE_FEATURES, SCHEDULES, SPREAD_SCHEDULES, STEPS, TWO_RANKS
 
 pytestmark = pytest.mark.torchrun
@@ -25,6 +26,7 @@ HALF_TOLERANCE = {
     "tp2-bf16-mixed": 5e-3,
     "tp2-fp16-mixed": 1e-3,
     "pp2-bf16": 5e-3,
+    "cp2-bf16-mixed": 5e-3,
     "dp2-muon": 1e-5,
     "pp2-muon": 1e-5,
 }
@@ -79,9 +81,26 @@ def test_schedules_train_as_one_process_on_every_axis(case: str, four_ranks: dic
     _check(four_ranks[case])
 
 
+@pytest.mark.parametrize("case", piece_cases.TWO_RANKS)
+def test_pieces_of_sequences_train_as_one_process(case: str, two_ranks: dict[str, Any]) -> None:
+    """Chunks give their gradients to the keys and values of earlier chunks, context ranks to each other's."""
+    if case in HALF_TOLERANCE:
+        assert two_ranks[case]["names"]
+        assert two_ranks[case]["loss"] < HALF_TOLERANCE[case]
+    else:
+        _check(two_ranks[case])
+
+
+@pytest.mark.parametrize("case", piece_cases.FOUR_RANKS)
+def test_pieces_of_sequences_train_as_one_process_on_every_axis(case: str, four_ranks: dict[str, Any]) -> None:
+    """They go together with replicas, stages, shards, experts and ZeRO."""
+    _check(four_ranks[case])
+
+
 def test_every_runnable_schedule_has_a_case() -> None:
     """The flag in the catalogue is a promise."""
-    assert {"gpipe", "1f1b", *SCHEDULES} == set(names(runnable_only=True))
+    of_pieces = {str(case.options.get("schedule", "1f1b")) for case in piece_cases.TWO_RANKS.values()}
+    assert {"gpipe", *SCHEDULES, *of_pieces} == set(names(runnable_only=True))
 
 
 @pytest.mark.parametrize("case", FOUR_RANKS)
