@@ -1,12 +1,12 @@
 """Data parallelism: the sum of the gradients over the replicas, hidden behind a step's last backward.
 
-The method is DistributedDataParallel's (Li et al. 2020, "PyTorch Distributed", section 3.2): gradients live in buckets,
-and a bucket is reduced as soon as the last backward has filled it; where W fills it, which sets gradients by hand, as
-soon as the last W has ended. DDP itself does not fit a pipeline's stage: it takes no DTensors, so no tensor parallelism
-beside it; its hooks do not see a backward that is split into input and weight gradients, which it would leave unreduced
-without a word; and without synchronising the first micro-batches it holds every gradient twice, beside its bucket,
-until it has bound and re-built its buckets in the first two steps. Here gradients are views of their buckets from the
-start.
+The method is DistributedDataParallel's (Li et al. 2020, "PyTorch Distributed", section 3.2): gradients live in
+buckets, and a bucket is reduced as soon as the last backward, or W, has filled it and those before it: in one order
+on all replicas, whatever each one's samples leave unused. DDP itself does not fit a pipeline's stage: it takes no
+DTensors, so no tensor parallelism beside it; its hooks do not see a backward that is split into input and weight
+gradients, which it would leave unreduced without a word; and without synchronising the first micro-batches it holds
+every gradient twice, beside its bucket, until it has bound and re-built its buckets in the first two steps. Here
+gradients are views of their buckets from the start.
 
 The mean is taken in the loss: dividing a sum afterwards would read and write all gradients once more, and in fp16 the
 sum could overflow where the mean does not.
@@ -164,8 +164,11 @@ class GradientReducer:
         if not bucket.armed:
             return
         bucket.unfilled -= 1
-        if bucket.unfilled == 0:
-            self._launch(bucket)
+        for each in self._buckets:
+            if each.stage == bucket.stage:
+                if each.unfilled:
+                    break
+                self._launch(each)
 
     def _launch(self, bucket: Bucket) -> None:
         if bucket.work is None:

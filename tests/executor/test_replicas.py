@@ -112,3 +112,26 @@ def test_stages_of_a_rank_are_reduced_by_themselves(
     assert sorted(reduced) == [10, 100, 100]
     reducer.finish()
     assert len(reduced) == 6, "the next step reduces all again"
+
+
+def test_buckets_are_reduced_in_one_order(
+    group: dist.ProcessGroup, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket that is not filled holds up those behind it: another replica's samples may fill it, and its order would
+    be another."""
+    reduced: list[int] = []
+    all_reduce = dist.all_reduce
+    monkeypatch.setattr(
+        dist, "all_reduce", lambda flat, **options: [reduced.append(flat.data_ptr()), all_reduce(flat, **options)][1]
+    )
+    reducer = GradientReducer({0: model.parameters()}, group)
+    reducer.arm(0)
+    _backward(model, 1)
+    reducer.finish()
+    usual = list(reduced)
+    reduced.clear()
+    reducer.arm(0)
+    model[1](torch.randn(4, 10)).sum().backward()
+    assert not reduced, "the last layer's buckets come first"
+    reducer.finish()
+    assert reduced == usual

@@ -172,3 +172,19 @@ def test_any_graph(data: st.DataObject) -> None:
         return [made[end] for end in ends]
 
     _check(stage, parameters, inputs)
+
+
+def test_w_tells_who_waits_for_gradients() -> None:
+    """Hooks on parameters see each gradient once, when W has set it."""
+    weight, bias = _parameters(2)
+    (given,) = _inputs(1)
+    output = given @ weight + bias
+    seen: list[torch.Tensor] = []
+    for parameter in (weight, bias):
+        parameter.register_post_accumulate_grad_hook(seen.append)
+    _, backward = backward_input([output], [torch.ones_like(output)], [given], [weight, bias])
+    assert not seen
+    backward.run()
+    assert {id(each) for each in seen} == {id(weight), id(bias)}
+    assert len(seen) == 2
+    assert all(each.grad is not None for each in seen)
