@@ -173,7 +173,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._see(tensor.untyped_storage())
         self.timeline.append(self.live_bytes)
         if not _only_views(func, given, made) and packet not in BOOKKEEPING:
-            if packet is aten._scaled_dot_product_flash_attention and args[4]:
+            if packet is aten._scaled_dot_product_flash_attention and args[4:5] == (True,):
                 flops = _causal_flops(flops, queries=args[0].shape[2], keys=args[1].shape[2])
             self.kernels.append(_kernel(packet, given, made, flops))
             self.functions.append(func)
