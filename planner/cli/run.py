@@ -24,9 +24,12 @@ from planner.executor.elastic import DEFAULT_COOLDOWN_SECONDS, DEFAULT_RESTARTS,
 from planner.executor.settings import DEFAULT_KEEP
 from planner.spec import MeasuredRun, Plan, read
 
-LOCAL_ONLY = ("output", "metrics", "reference_steps", "report")
-ELASTIC_ONLY = ("planner", "restarts", "cooldown", "discover")
+WORKERS = ("output", "metrics")
+"""Options that the ranks' own command takes too."""
+LOCAL_ONLY = (*WORKERS, "reference_steps", "report", "elastic")
 """Options of the launcher here; on several nodes torchrun is started by the user."""
+ELASTIC_ONLY = ("planner", "restarts", "cooldown", "discover")
+"""Options that say how a run survives."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -217,12 +220,12 @@ def _print_commands(plan: Plan, model: str, arguments: argparse.Namespace) -> No
     from planner.executor.launch import commands
 
     for name in LOCAL_ONLY:
-        if getattr(arguments, name) is not None:
+        if getattr(arguments, name) not in (None, False):
             option = f"--{name.replace('_', '-')}"
             raise DocumentError(
                 "the plan needs several nodes, which this command does not start itself.",
                 field=option,
-                mend=f"leave {option} out, and give it to the printed commands.",
+                mend=f"leave {option} out{', and give it to the printed commands' if name in WORKERS else ''}.",
             )
     lines = commands(
         plan,

@@ -185,9 +185,10 @@ def test_several_nodes_get_their_commands(planner: Command, two_node_plan: Path)
 
 def test_local_options_are_refused_for_several_nodes(planner: Command, two_node_plan: Path) -> None:
     """An option that the printed commands would not honour is refused."""
-    ended = planner("run", two_node_plan, "--metrics", "metrics.jsonl")
-    assert (ended.code, ended.out) == (2, "")
-    assert "--metrics" in ended.err
+    for words in (("--metrics", "metrics.jsonl"), ("--report", "http://here:1"), ("--elastic",)):
+        ended = planner("run", two_node_plan, *words)
+        assert (ended.code, ended.out) == (2, "")
+        assert words[0] in ended.err
 
 
 def test_a_run_that_is_stopped_tells_so(
