@@ -1,0 +1,257 @@
+"""The cases of `benchmarks.search` that make plans. Each function runs in a process of its own."""
+
+from __future__ import annotations
+
+import random
+import resource
+import sys
+import time
+from collections.abc import Callable
+
+from hypothesis import HealthCheck, given, settings
+
+from benchmarks.search_rows import CHECKED, PROVEN_GAP, Planned, Row
+from planner.errors import PlannerError
+from planner.search import make_request, plan
+from planner.spec import Cluster, Infeasible, Job, Link, ModelProfile, NodeGroup, Options, Plan
+from planner.validate import check
+from profiler.counted import counted_profile
+from tests import builders
+from tests.brute_force import Priced
+from tests.search.test_brute_force import answer, memory_of, tight_instances
+from tests.strategies import Instance
+
+SEQUENCE_LENGTH = 4096
+MOST_BYTES = 1024**3
+DEVICES_PER_NODE = 8
+H800_LINK = Link(latency_seconds=4e-6, bandwidth_bytes_per_second=200e9)
+"""NVLink of the H800: 400 GB/s both ways together; in all else that matters here it is an H100."""
+GROWTH_MODEL, GROWTH_SAMPLES = "llama-3.1-70b", 1024
+LAYERS_DEVICES = 64
+DIFFERENT_SECONDS, DIFFERENT_GAP = 10.0, 0.01
+DIFFERENT_DEVICES, DIFFERENT_EDGES = 64, 20
+
+
+def small(count: int) -> list[Row]:
+    """Random small requests on devices that hold exactly what some stage map needs, against brute force."""
+    run, wrong, complaints = 0, [], []
+
+    @settings(
+        max_examples=count, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+    @given(tight_instances())
+    def compare(case: tuple[Instance, list[Priced]]) -> None:
+        nonlocal run
+        run += 1
+        instance, priced = case
+        fitting = [one.nanoseconds for one in priced if one.peak <= memory_of(instance)]
+        found = answer(instance, top=0)
+        if isinstance(found, Infeasible):
+            wrong.extend([run] if fitting else [])
+            return
+        is_best = bool(fitting) and round(found.prediction.step_seconds * 1e9) == min(fitting)
+        wrong.extend([] if is_best and found.search.optimal else [run])
+        complaints.extend(check(found, instance.profile).problems)
+
+    compare()
+    return [
+        Row(
+            case="small",
+            name="small random instances",
+            target="equals brute force, always",
+            result=f"{run} instances, {len(wrong)} mismatches",
+            met=not wrong,
+            checked=str(complaints[0]) if complaints else CHECKED,
+            is_exact=not wrong,
+        )
+    ]
+
+
+def large(case: str, model: str, device: str, devices: int, samples: int, seconds: float, limit: float) -> list[Row]:
+    """A model of the catalogue on a large cluster."""
+    row = _planned(
+        case,
+        f"{model}, {devices} {device.upper()}, {samples} samples",
+        lambda: counted_profile(model, sequence_length=SEQUENCE_LENGTH),
+        _cluster(devices, H800_LINK if device == "h800" else None),
+        samples,
+        target=f"proven <= {seconds:g} s" + (", <= 1 GiB" if devices > LAYERS_DEVICES else ""),
+        limit=limit,
+        meets=lambda made: made.gap <= PROVEN_GAP and made.seconds <= seconds and made.peak_memory_bytes <= MOST_BYTES,
+    )
+    return [row]
+
+
+def on_devices(devices: int, limit: float) -> list[Row]:
+    """The same model and batch on more and more devices."""
+    row = _planned(
+        "devices",
+        f"{GROWTH_MODEL}, {GROWTH_SAMPLES} samples, {devices} devices",
+        lambda: counted_profile(GROWTH_MODEL, sequence_length=SEQUENCE_LENGTH),
+        _cluster(devices),
+        GROWTH_SAMPLES,
+        target="time grows slower than linearly",
+        limit=limit,
+        size=devices,
+    )
+    return [row]
+
+
+def of_layers(layers: int, limit: float) -> list[Row]:
+    """More and more equal layers on the same devices."""
+    row = _planned(
+        "layers",
+        f"{layers} equal layers, {LAYERS_DEVICES} devices",
+        lambda: equal_layers(layers),
+        _cluster(LAYERS_DEVICES),
+        GROWTH_SAMPLES,
+        target="time grows slower than linearly",
+        limit=limit,
+        size=layers,
+    )
+    return [row]
+
+
+def equal_layers(count: int) -> ModelProfile:
+    """So many of the blocks of a model of the catalogue, and nothing else."""
+    whole = counted_profile(GROWTH_MODEL, sequence_length=SEQUENCE_LENGTH)
+    block = whole.layers[len(whole.layers) // 2]
+    layers = tuple(
+        block.model_copy(update={"name": f"block.{place}", "modules": (f"block.{place}",)}) for place in range(count)
+    )
+    return whole.model_copy(update={"model": f"{count} equal layers", "layers": layers, "edges": ()})
+
+
+def different(layers: int) -> list[Row]:
+    """Layers of which no two are alike, with skip edges, on equal nodes."""
+    row = _planned(
+        "skips",
+        f"{layers} different layers, {DIFFERENT_EDGES} skip edges",
+        lambda: different_layers(layers),
+        different_cluster(),
+        256,
+        target=f"proven or gap <= {DIFFERENT_GAP:.0%} in {DIFFERENT_SECONDS:g} s",
+        limit=DIFFERENT_SECONDS,
+        meets=lambda made: made.gap <= DIFFERENT_GAP,
+        sequence_length=builders.SEQUENCE_LENGTH,
+    )
+    return [row]
+
+
+def different_layers(count: int) -> ModelProfile:
+    """Layers with their own times, bytes and parameters, the same at every call; modes none and full."""
+    draw = random.Random(count)
+    drafts = [
+        builders.Draft(
+            forward=draw.uniform(0.5e-3, 3e-3),
+            backward_input=draw.uniform(0.5e-3, 3e-3),
+            backward_weight=draw.uniform(0.5e-3, 3e-3),
+            parameters=draw.randint(40_000_000, 400_000_000),
+            activation=draw.randint(100_000_000, 600_000_000),
+            kept=draw.randint(10_000_000, 60_000_000),
+            output=draw.randint(10_000_000, 60_000_000),
+            temporary=draw.randint(10_000_000, 200_000_000),
+            exchange=draw.randint(10_000_000, 60_000_000),
+            modes=("none", "full"),
+        )
+        for _ in range(count)
+    ]
+    pairs = [sorted(draw.sample(range(count), 2)) for _ in range(DIFFERENT_EDGES)]
+    edges = [(first, last, draw.randint(1_000_000, 20_000_000)) for first, last in pairs]
+    return builders.profile(drafts, sizes=(1, 2, 4), degrees=(1, 2, 4, 8), edges=edges)
+
+
+def different_cluster() -> Cluster:
+    """Eight nodes of eight."""
+    nodes = DIFFERENT_DEVICES // DEVICES_PER_NODE
+    intra, inter = builders.link(450e9, 4e-6), builders.link(50e9, 12e-6)
+    return builders.cluster(DIFFERENT_DEVICES, nodes=nodes, intra=intra, inter=inter, memory_bytes=80 * 10**9)
+
+
+def heterogeneous() -> list[Row]:
+    """Three groups of different devices: planned, or refused in the planner's own words."""
+    groups = tuple(
+        NodeGroup(name=device, device=device, nodes=2, devices_per_node=DEVICES_PER_NODE)
+        for device in ("h100-sxm5-80gb", "a100-sxm4-80gb", "a100-sxm4-40gb")
+    )
+    target = f"proven or gap <= {DIFFERENT_GAP:.0%} in {DIFFERENT_SECONDS:g} s"
+    name = f"{GROWTH_MODEL}, 3 groups of devices"
+    try:
+        row = _planned(
+            "skips",
+            name,
+            lambda: counted_profile(GROWTH_MODEL, sequence_length=SEQUENCE_LENGTH),
+            Cluster(node_groups=groups),
+            256,
+            target=target,
+            limit=DIFFERENT_SECONDS,
+            meets=lambda made: made.gap <= DIFFERENT_GAP,
+        )
+    except PlannerError as error:
+        return [Row("skips", name, target, f"refused: {error.problems[0].message}", met=False)]
+    return [row]
+
+
+def _cluster(devices: int, intra: Link | None = None) -> Cluster:
+    """Nodes of eight H100; `intra`: with another link inside."""
+    group = NodeGroup(
+        device="h100-sxm5-80gb", nodes=devices // DEVICES_PER_NODE, devices_per_node=DEVICES_PER_NODE, intra_node=intra
+    )
+    return Cluster(node_groups=(group,))
+
+
+def _planned(
+    case: str,
+    name: str,
+    profile_of: Callable[[], ModelProfile],
+    cluster: Cluster,
+    samples: int,
+    *,
+    target: str,
+    limit: float,
+    meets: Callable[[Planned], bool] = lambda made: made.gap <= PROVEN_GAP,
+    size: int = 0,
+    sequence_length: int = SEQUENCE_LENGTH,
+) -> Row:
+    """Plan, measure, and check the plan."""
+    began = time.perf_counter()
+    profile = profile_of()
+    job = Job(global_batch_size=samples, sequence_length=sequence_length)
+    request = make_request(profile, cluster, job, Options(time_limit_seconds=limit))
+    loaded, processor = time.perf_counter(), time.process_time()
+    found = plan(request, profile)
+    ended, processor = time.perf_counter(), time.process_time() - processor
+    if isinstance(found, Infeasible):
+        return Row(case, name, target, f"no plan: {found.reasons[0]}", met=False, size=size)
+    made = _measured(found, ended - loaded, processor, loaded - began)
+    problems = check(found, profile).problems
+    proof = "proven" if made.gap <= PROVEN_GAP else f"gap {made.gap:.2%}"
+    return Row(
+        case=case,
+        name=name,
+        target=target,
+        result=proof,
+        met=meets(made),
+        checked=str(problems[0]) if problems else CHECKED,
+        planned=made,
+        size=size,
+    )
+
+
+def _measured(found: Plan, seconds: float, processor: float, profile: float) -> Planned:
+    return Planned(
+        seconds=seconds,
+        processor_seconds=processor,
+        profile_seconds=profile,
+        peak_memory_bytes=peak_memory_bytes(),
+        layouts_considered=found.search.layouts_considered,
+        layouts_solved=found.search.layouts_solved,
+        gap=found.search.gap,
+        step_seconds=found.prediction.step_seconds,
+        layout=found.layout.model_dump(mode="json"),
+    )
+
+
+def peak_memory_bytes() -> int:
+    """The most that this process held so far; Linux counts in KiB, macOS in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
