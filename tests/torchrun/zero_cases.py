@@ -40,6 +40,9 @@ CASES = {
     "dp2-ep2-pp2-zero3": Case(
         "mixtral", (3, 3), {**STAGES, "expert": 2, "zero": 3, "schedule": "zb-h1"}, clip=0.5, **SHORT
     ),
+    "dp2-chunks-zero3": Case(
+        "llama", (3, 3), {**SHARDS, "tensor": 1, "chunks": 2, "schedule": "seqpipe", "zero": 3}, clip=0.5, **SHORT
+    ),
     # An encoder's output that every decoder layer reads; layers that are one module, or have no parameters.
     "dp2-pp2-t5-zero3": Case("t5", (5, 2), {**STAGES, "micro_batch_size": 2, "zero": 3}, clip=0.5, **SHORT),
     "dp2-pp2-sequential-zero3": Case(
