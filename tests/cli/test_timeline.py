@@ -74,14 +74,16 @@ def test_side_by_side(planner: Command, plan: Path, run: Path, tmp_path: Path) -
 def test_a_synthesized_order_is_drawn(planner: Command, plan: Path) -> None:
     """Its name tells no order, so the plan's actions do; without them the error says what is missing."""
     document = json.loads(plan.read_text())
+    planned = document["layout"]["schedule"]
     document["layout"]["schedule"] = "synthesized"
     plan.write_text(json.dumps(document))
     drawn = planner("timeline", plan)
     assert drawn.code == 0, drawn.err
-    document["layout"]["schedule"] = "gpipe"
+    document["layout"]["schedule"] = planned
     document["actions"] = []
     plan.write_text(json.dumps(document))
     assert [line.split("|")[0] for line in planner("timeline", plan).out.splitlines()[1:]] == ["rank 0 ", "rank 1 "]
+    planned = document["layout"]["schedule"]
     document["layout"]["schedule"] = "synthesized"
     plan.write_text(json.dumps(document))
     refused = planner("timeline", plan)
