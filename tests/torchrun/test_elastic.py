@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import os
 import signal
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from planner.errors import RunError
-from planner.executor.elastic import ElasticPolicy
+from planner.executor.elastic import ElasticPolicy, Rebalanced
 from planner.executor.launch import run_plan
 from planner.executor.loss import next_token
 from planner.executor.reference import train_reference
 from planner.spec import Infeasible, MeasuredRun, Plan, read
+from profiler.models import load_model
 from tests.executor.plans import make_plan, source_of
 
 pytestmark = pytest.mark.torchrun
-STEPS, EVERY, KILLED_AFTER, BACK_AFTER = 80, 4, 6, 7
+STEPS, EVERY, KILLED_AFTER, BACK_AFTER = 160, 4, 6, 7
 SLOW, FAST = 1000.0, 1.0
 """Predicted seconds of one device and of two."""
 ALONE_SECONDS = 0.2
@@ -45,6 +49,40 @@ class Planner:
         """One of them."""
         self.asked.append(devices)
         return self.plans.get(devices) or Infeasible(reasons=("there is no device",))
+
+    def busy_seconds(self, plan: Plan) -> tuple[float, ...]:
+        """It does not know."""
+        return (UNKNOWN_SECONDS,) * len(plan.stages)
+
+    def rebalance(self, plan: Plan, slowdown: Sequence[float]) -> Rebalanced | None:
+        """There is none."""
+        return None
+
+
+UNKNOWN_SECONDS = 1.0
+SLOW_SECONDS = 0.1
+"""That a slow layer's forward takes longer on rank 1."""
+SLOW_STEPS = 400
+"""After the move they are fast, so that the move pays, however long it takes on a busy machine."""
+
+
+class SlowThere(nn.Linear):
+    """A layer that knows where it runs."""
+
+    is_slow = False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """As a linear layer, after a while on rank 1."""
+        if self.is_slow and os.environ.get("RANK") == "1":
+            time.sleep(SLOW_SECONDS)
+        return super().forward(inputs)
+
+
+def slow_there() -> tuple[nn.Module, torch.Tensor]:
+    """Six layers of 16 features, of which the fourth and fifth do not do well on rank 1."""
+    layers = [SlowThere(16, 16) for _ in range(6)]
+    layers[3].is_slow = layers[4].is_slow = True
+    return nn.Sequential(*layers), torch.zeros(2, 16)
 
 
 def _predicting(plan: Plan, seconds: float) -> Plan:
@@ -110,7 +148,7 @@ def test_a_killed_rank_costs_no_step_beyond_the_last_checkpoint(tmp_path: Path) 
     trained = measured.losses_by_step
     assert [trained[step] for step in range(STEPS)] == pytest.approx(expected, abs=1e-5)
     assert planner.asked == [1, 2]
-    lost, moved, grown = measured.decisions
+    lost, moved, grown = (each for each in measured.decisions if "drift_of_pipeline_rank_0" not in each.figures)
     assert (lost.kind, moved.kind, grown.kind) == ("lost", "moved", "moved")
     assert lost.figures["ranks_lost"] == 1
     assert "rank 1 was killed" in lost.text
@@ -123,7 +161,52 @@ def test_a_killed_rank_costs_no_step_beyond_the_last_checkpoint(tmp_path: Path) 
     assert measured.first_step == resumed + len(measured.segments[1].losses), "a move loses no step at all"
     assert len(measured.ranks) == 2
     assert measured == read(MeasuredRun, tmp_path / "measured.json")
-    assert sum(line.startswith("elastic: ") for line in lines) == 3
+    assert sum(line.startswith("elastic: ") for line in lines) == len(measured.decisions)
+
+
+class Rebalancer(Planner):
+    """Knows that equal layers take equally long, and one other partition."""
+
+    def __init__(self, layers: list[str]) -> None:
+        """Plans of three and three layers, and of five and one."""
+        self.drifts: list[tuple[float, ...]] = []
+        options: dict[str, Any] = {"sequence_length": 0, "micro_batch_size": 2, "micro_batches": 4}
+        self.begin, self.after = (make_plan(layers, sizes, **options) for sizes in ((3, 3), (5, 1)))
+
+    def busy_seconds(self, plan: Plan) -> tuple[float, ...]:
+        """In proportion to their layers."""
+        return tuple(float(len(stage.layers)) for stage in plan.stages)
+
+    def rebalance(self, plan: Plan, slowdown: Sequence[float]) -> Rebalanced | None:
+        """Five layers on rank 0."""
+        self.drifts.append(tuple(slowdown))
+        return Rebalanced(self.after, 3.0, 1.0) if plan.stages == self.begin.stages else None
+
+
+def test_a_slow_rank_loses_layers(tmp_path: Path) -> None:
+    """It is found by its measured actions, the run moves at a checkpoint, and trains what it would have trained."""
+    source = load_model(f"{__name__}:slow_there")
+    planner = Rebalancer([layer.name for layer in source.cut().layers])
+    measured = run_plan(
+        planner.begin,
+        model=source.name,
+        steps=SLOW_STEPS,
+        data="synthetic",
+        device="cpu",
+        timeout_seconds=60,
+        checkpoint_dir=str(tmp_path / "checkpoints"),
+        checkpoint_every=10,
+        elastic=ElasticPolicy(planner=planner),
+    )
+    expected = train_reference(planner.begin, source, steps=SLOW_STEPS, data="synthetic").losses
+    assert [measured.losses_by_step[step] for step in range(SLOW_STEPS)] == pytest.approx(expected, abs=1e-5)
+    moved = measured.decisions[0]
+    assert moved.kind == "moved", moved.text
+    assert planner.drifts[0][1] > 2
+    assert "pipeline rank 1 takes" in moved.text
+    assert measured.plan_id == planner.after.id
+    assert measured.first_step == len(measured.segments[0].losses), "nothing is trained twice"
+    assert measured.median_step_seconds < statistics.median(measured.segments[0].step_seconds)
 
 
 def test_without_elastic_the_killed_rank_is_named(tmp_path: Path) -> None:
