@@ -146,3 +146,17 @@ def test_noise_is_told() -> None:
     assert "load_average 3 before, 5 after" in sentence
     assert noise(profile(0.05)) == noise(profile(None)) == []
     assert "25.0 %" in profile_text(profile(0.25))
+
+
+def test_context_parallel_ranks_are_counted_not_measured(planner: Command) -> None:
+    """No process here holds a piece of a sequence whose other pieces others hold."""
+    ended = planner("profile", "gpt2", "--device", "cpu", "--context-parallel", "1,2")
+    assert ended.code == 2
+    assert "--context-parallel: context-parallel ranks are counted" in ended.err
+
+
+def test_context_parallel_rows_of_a_catalogue_model(planner: Command) -> None:
+    """Beside those of whole sequences."""
+    words = ("--sequence-length", "64", "--micro-batch-sizes", "1", "--context-parallel", "1,2", "--json")
+    profile = parse(ModelProfile, planner("profile", "gpt2", *ANALYTIC, *words).json)
+    assert {row.context_parallel_degree for layer in profile.layers for row in layer.measurements} == {1, 2}
