@@ -240,6 +240,7 @@ class LayerRun:
             return self._recompute("selective", inputs, plain)
         except RuntimeError as error:
             if "mutated" in str(error):
+                self.exchanges.take()  # those of the run that broke off
                 return None
             raise
 

@@ -13,10 +13,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from planner.errors import DocumentError
 from planner.executor.expert_parallel import keep_share, share_experts
-from profiler.count import count
+from profiler.count import Counter, count
 from profiler.counted import counted_profile
 from profiler.expert_parallel import experts_of, refusal
 from profiler.models import ModelSource, load_model
+from profiler.splits import Split
 from tests.profiler.conftest import LLAMA_LIKE
 
 B, S, WIDTH, CHOSEN = 2, 16, 32, 2
@@ -98,3 +99,14 @@ def test_models_without_experts_say_so(write_config):
     assert "no experts" in refusal(source)
     assert source.expert_parallel_degrees() == (1,)
     assert experts_of(torch.nn.Linear(2, 2)) == {}
+
+
+def test_counts_do_not_depend_on_what_was_counted_before(tmp_path: Path):
+    """Experts that write into their products have no selective recomputation; what the attempt sent is not counted."""
+    config = {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": CHOSEN, "sliding_window": 64}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA_LIKE, **config}))
+    counter = Counter(load_model(str(path)), "fp32")
+    kind = next(kind for kind in counter.representatives if counter.holds_experts(kind))
+    first, second = (counter.count(kind, B, length, Split(expert=2)) for length in (S, 2 * S))
+    assert len(first.exchanges) == len(second.exchanges) == 4
