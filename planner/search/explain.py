@@ -9,8 +9,10 @@ from planner.search.inside import least_memory
 from planner.search.result import Candidate, Found
 from planner.search.segments import allowed_modes
 from planner.search.space import recompute_wish
+from planner.search.words import changes_text, degrees_text, gibibytes, seconds_text
+from planner.spec.job import Job
 from planner.spec.layout import Layout
-from planner.spec.plan import Alternative, Miss, Prediction
+from planner.spec.plan import Alternative, Miss, Overtaking, Prediction, Relaxation, SearchReport, Sensitivity
 
 _PARTS = {
     "compute_seconds": "computation",
@@ -21,18 +23,11 @@ _PARTS = {
     "optimizer_seconds": "the optimizer",
     "bubble_seconds": "the pipeline bubble",
 }
-_DEGREES = {
-    "data_parallel_degree": "data",
-    "tensor_parallel_degree": "tensor",
-    "pipeline_parallel_degree": "pipeline",
-    "context_parallel_degree": "context",
-    "expert_parallel_degree": "expert",
-    "zero_stage": "ZeRO",
-    "sequence_parallel": "sequence parallelism",
-    "micro_batch_size": "micro-batch size",
-    "schedule": "schedule",
-    "virtual_stages_per_rank": "stages per rank",
-    "recompute": "recompute",
+_QUANTITIES = {
+    "compute_seconds": "time of compute",
+    "intra_node_bandwidth": "bandwidth inside nodes",
+    "inter_node_bandwidth": "bandwidth between nodes",
+    "latency_seconds": "latency of the links",
 }
 MOST_MISSES = 3
 
@@ -70,23 +65,22 @@ def alternatives(found: Found, priced: Sequence[Prediction]) -> tuple[Alternativ
 
 def difference(winner: Layout, rival: Layout, ours: Prediction, theirs: Prediction) -> str:
     """Where a rival loses, e.g. "tensor 8 instead of 4: +12.0 % step time; it loses 0.4 s in computation"."""
-    changes = [
-        f"{word} {getattr(rival, field)} instead of {getattr(winner, field)}"
-        for field, word in _DEGREES.items()
-        if getattr(rival, field) != getattr(winner, field)
-    ]
     slower = theirs.step_seconds / ours.step_seconds - 1
-    losses = _losses(ours, theirs)
+    losses = {part: getattr(theirs.breakdown, part) - getattr(ours.breakdown, part) for part in _PARTS}
     lost, won = max(losses, key=losses.__getitem__), min(losses, key=losses.__getitem__)
-    reason = f"it loses {losses[lost]:.3g} s in {_PARTS[lost]}" if losses[lost] > 0 else ""
-    if reason and losses[won] < 0:
-        reason += f" and gains {-losses[won]:.3g} s in {_PARTS[won]}"
-    text = f"{', '.join(changes) or 'another stage map'}: {100 * slower:+.1f} % step time"
-    return f"{text}; {reason}" if reason else text
+    text = f"{changes_text(rival, winner)}: {100 * slower:+.1f} % step time"
+    if losses[lost] > 0:
+        text += f"; it loses {seconds_text(losses[lost])} in {_PARTS[lost]}"
+        text += f" and gains {seconds_text(-losses[won])} in {_PARTS[won]}" if losses[won] < 0 else ""
+    more = _fullest_bytes(theirs) - _fullest_bytes(ours)
+    memory = (
+        f"{gibibytes(abs(more))} {'more' if more > 0 else 'less'} than the plan's" if more else "as much as the plan's"
+    )
+    return f"{text}; its fullest device holds {gibibytes(_fullest_bytes(theirs))}, {memory}"
 
 
-def _losses(ours: Prediction, theirs: Prediction) -> dict[str, float]:
-    return {part: getattr(theirs.breakdown, part) - getattr(ours.breakdown, part) for part in _PARTS}
+def _fullest_bytes(prediction: Prediction) -> int:
+    return max(row.peak_bytes for row in prediction.memory)
 
 
 def explanation(best: Candidate, prediction: Prediction, found: Found) -> tuple[str, ...]:
@@ -97,27 +91,93 @@ def explanation(best: Candidate, prediction: Prediction, found: Found) -> tuple[
         f"{100 * getattr(prediction.breakdown, part) / prediction.step_seconds:.0f} % {_PARTS[part]}" for part in shares
     )
     fullest = max(prediction.memory, key=lambda row: row.peak_bytes / row.capacity_bytes)
+    return (
+        f"{degrees_text(layout)}, {best.costs.micro_batches} micro-batches of {layout.micro_batch_size} "
+        f"under {layout.schedule}: {prediction.step_seconds:.4g} s per step.",
+        *_objective_text(best.costs.work.job, found),
+        f"The step is {spent}.",
+        f"The fullest device is on pipeline rank {fullest.pipeline_rank}: {fullest.peak_bytes / 2**30:.2f} of "
+        f"{fullest.capacity_bytes / 2**30:.2f} GiB.",
+        _proof_text(report, best.costs.work.job),
+    )
+
+
+def _objective_text(job: Job, found: Found) -> tuple[str, ...]:
+    """Which part of the cluster, and why, where the job leaves that open."""
+    devices, parts = found.part.devices, found.report.clusters_considered
+    match job.objective:
+        case "cost":
+            return (f"Of {parts} parts of the cluster, {devices} devices train a token at the least price.",)
+        case "devices":
+            return (
+                f"{devices} devices are the fewest whose step meets the deadline of {job.deadline_seconds:g} s: "
+                f"{parts} parts of the cluster were looked at, fewest devices first.",
+            )
+    return ()
+
+
+def _proof_text(report: SearchReport, job: Job) -> str:
+    best = {"step_time": "faster", "cost": "cheaper", "devices": "on fewer devices, or faster on as many"}[
+        job.objective
+    ]
     proof = (
-        "proven: no plan of the space is faster under the cost model"
+        f"proven: no plan of the space is {best} under the cost model"
         if report.optimal
         else f"not proven: the bound is {report.lower_bound_seconds:.4g} s, {100 * report.gap:.2g} % below"
     )
     left = report.layouts_considered - report.layouts_solved - report.layouts_pruned
     return (
-        f"data {layout.data_parallel_degree} x tensor {layout.tensor_parallel_degree} x pipeline "
-        f"{layout.pipeline_parallel_degree}, {best.costs.micro_batches} micro-batches of {layout.micro_batch_size} "
-        f"under {layout.schedule}: {prediction.step_seconds:.4g} s per step.",
-        f"The step is {spent}.",
-        f"The fullest device is on pipeline rank {fullest.pipeline_rank}: {fullest.peak_bytes / 2**30:.2f} of "
-        f"{fullest.capacity_bytes / 2**30:.2f} GiB.",
         f"Of {report.layouts_considered} layouts {report.layouts_solved} were solved and {report.layouts_pruned} "
-        f"excluded by their bounds{f', {left} left open' if left else ''}; {proof}.",
+        f"excluded by their bounds{f', {left} left open' if left else ''}; {proof}."
     )
+
+
+def sensitivity_text(
+    found: tuple[Sensitivity, ...], layout: Layout, others: tuple[Alternative, ...]
+) -> tuple[str, ...]:
+    """Whether the choice stands within the error bars, and what overturns it."""
+    if not found:
+        return ()
+    bars = ", ".join(f"{_QUANTITIES[one.quantity]} {100 * one.uncertainty:.2g} %" for one in found)
+    stands = (f"No alternative overtakes the plan within the errors to expect: {bars}.",)
+    sways = tuple(
+        _overtaking_text(one, each, changes_text(others[each.alternative].layout, layout))
+        for one in found
+        for each in one.overtakes[:1]
+    )
+    return (*stands, *sways) if all(one.holds for one in found) else sways
+
+
+def _overtaking_text(one: Sensitivity, nearest: Overtaking, rival: str) -> str:
+    change = f"{100 * abs(nearest.change):.0f} % {'more' if nearest.change > 0 else 'less'}"
+    text = f"With {change} {_QUANTITIES[one.quantity]}, {rival} wins"
+    if abs(nearest.change) > one.uncertainty:
+        return f"{text}."
+    return f"{text}; {100 * one.uncertainty:.2g} % is to be expected: {one.reason}."
+
+
+def relaxations_text(found: tuple[Relaxation, ...]) -> tuple[str, ...]:
+    """What each limit costs."""
+    if not found:
+        return ("Neither more memory per device nor the job without any one of its constraints was found to gain.",)
+    return tuple(
+        f"{one.change[0].upper()}{one.change[1:]}: {-100 * (one.gain or 0):+.1f} % time per sample, "
+        f"with {degrees_text(one.layout)}{'' if one.optimal else ' or better'}."
+        for one in found
+    )
+
+
+def remedy_text(one: Relaxation) -> str:
+    """What would help where nothing fits."""
+    return f"{one.change}: a plan fits, {degrees_text(one.layout)} in {seconds_text(one.step_seconds)} per step"
 
 
 def misses(found: Found) -> tuple[Miss, ...]:
     """The layouts that come nearest to fitting, and by how much each misses."""
-    return tuple(sorted(map(_miss, found.unfit), key=lambda miss: miss.missing_bytes)[:MOST_MISSES])
+    near = [
+        miss for miss in map(_miss, found.unfit) if miss.missing_bytes > 0
+    ]  # a stopped search may have missed a plan
+    return tuple(sorted(near, key=lambda miss: miss.missing_bytes)[:MOST_MISSES])
 
 
 def _miss(costs: LayoutCosts) -> Miss:

@@ -23,13 +23,25 @@ from planner.errors import LayoutError, MismatchError, UnsupportedError
 from planner.schedule import Schedule, canonical_name, find
 from planner.search.bounds import BOUNDED
 from planner.search.dealt import Uniform, deal, ranks_of
-from planner.search.explain import alternatives, explanation, misses, predictions, with_recompute
+from planner.search.explain import (
+    alternatives,
+    explanation,
+    misses,
+    predictions,
+    relaxations_text,
+    remedy_text,
+    sensitivity_text,
+    with_recompute,
+)
 from planner.search.inside import LayoutSearch, solve_layout
 from planner.search.objectives import Contest, contest
+from planner.search.pareto import front
 from planner.search.parts import token_price
+from planner.search.relaxations import BRIEF_WORK, FULL_WORK, Limits, relaxations, remedies
 from planner.search.result import Callbacks, Found, improved
 from planner.search.rivals import rivals
 from planner.search.segments import allowed_modes
+from planner.search.sensitivity import sensitivity
 from planner.search.solve import unfit
 from planner.search.space import Space
 from planner.spec.calibration import Constants
@@ -88,14 +100,45 @@ def plan(request: PlanRequest, profile: ModelProfile, *, callbacks: Callbacks | 
             field="profile",
             mend="give the profile that the request names.",
         )
-    ended = contest(request, profile, callbacks or Callbacks())
+    callbacks = callbacks or Callbacks()
+    deadline = time.monotonic() + request.options.time_limit_seconds
+    ended = contest(request, profile, callbacks)
     work, space = ended.winner.work, ended.winner.space
     if not space.families:
         return Infeasible(reasons=space.reasons)
     found = _found(ended, request.options.top)
     if ended.missed_seconds is not None:
         return _too_slow(request.job, ended)
-    return _answer(request, work, found) if found.candidates else _infeasible(work, space, found)
+    limits = _limits(request.options, callbacks, deadline)
+    if not found.candidates:
+        return _infeasible(work, space, found, limits)
+    answer = _answer(request, work, found)
+    return _explained(answer, profile, found, limits)
+
+
+def _limits(options: Options, callbacks: Callbacks, deadline: float) -> Limits:
+    """Of the work for what is told besides the plan."""
+
+    def should_stop() -> bool:
+        return time.monotonic() > deadline or (callbacks.should_stop is not None and callbacks.should_stop())
+
+    return Limits(FULL_WORK if options.explain == "full" else BRIEF_WORK, should_stop)
+
+
+def _explained(answer: Plan, profile: ModelProfile, found: Found, limits: Limits) -> Plan:
+    """The plan with what else was asked about it."""
+    options, is_full = answer.request.options, answer.request.options.explain == "full"
+    swayed = sensitivity(found.candidates, is_full=is_full)
+    sentences = sensitivity_text(swayed, answer.layout, answer.alternatives)
+    more: dict[str, object] = {"sensitivity": swayed}
+    if is_full:
+        more["relaxations"] = gained = relaxations(found.candidates[0], limits)
+        sentences += relaxations_text(gained)
+    if options.pareto:
+        points, is_whole = front(profile, answer.request.cluster, answer.request.job, limits.should_stop)
+        more["pareto"] = points
+        sentences += () if is_whole else ("The Pareto front is not whole: the time limit ended its search.",)
+    return answer.model_copy(update={**more, "explanation": answer.explanation + sentences})
 
 
 def _found(ended: Contest, top: int) -> Found:
@@ -153,8 +196,9 @@ def _too_slow(job: Job, ended: Contest) -> Infeasible:
     )
 
 
-def _infeasible(work: Workload, space: Space, found: Found) -> Infeasible:
+def _infeasible(work: Workload, space: Space, found: Found, limits: Limits) -> Infeasible:
     nearest = misses(found)
+    helps = remedies(work, nearest, limits) if found.report.optimal else ()
     if not found.report.optimal:
         reason = f"no plan was found within the time limit over {space.count} layouts; there may be one"
     else:
@@ -168,7 +212,8 @@ def _infeasible(work: Workload, space: Space, found: Found) -> Infeasible:
         f"{miss.layout.micro_batch_size}, needs {miss.needed_bytes} bytes, {miss.missing_bytes} too many"
         for miss in nearest[:1]
     ]
-    return Infeasible(reasons=(reason, *advice), nearest=nearest, search=found.report)
+    reasons = (reason, *advice, *map(remedy_text, helps))
+    return Infeasible(reasons=reasons, nearest=nearest, relaxations=helps, search=found.report)
 
 
 def predict(

@@ -1,0 +1,202 @@
+"""What a limit costs: the same search with one limit relaxed.
+
+    (X1)  more memory per device; the job without one of its constraints; the global batch that is nearest and divides
+          by the devices                                                                       -> relaxations()
+    (X2)  each is searched below the plan's step per sample alone, with a fixed amount of work; so most of what gains
+          nothing is excluded by its bounds                                                    -> _searched()
+    (X3)  where nothing fits: the memory that the nearest miss lacks, no headroom, the job without one of its
+          constraints, more nodes; each until one layout fits                                  -> remedies()
+
+Work is counted in parts of the space taken up, not in seconds, so that the answer is always the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from planner.cost import TICK_SECONDS, Workload, workload
+from planner.errors import SpecError
+from planner.search.explain import with_recompute
+from planner.search.inside import NO_LIMIT, least_memory
+from planner.search.result import Callbacks, Candidate
+from planner.search.segments import allowed_modes
+from planner.search.solve import State, advance, begin, unfit
+from planner.search.space import recompute_wish, space_of
+from planner.search.words import gibibytes
+from planner.spec.cluster import Cluster
+from planner.spec.devices import find_device
+from planner.spec.job import CONSTRAINABLE, Constraint, Job, Range
+from planner.spec.plan import Miss, Options, Relaxation
+from planner.spec.profile import ModelProfile
+
+FULL_WORK = 6000
+"""Parts of the space taken up for one relaxed problem."""
+BRIEF_WORK = 300
+_ENDLESS = Options(time_limit_seconds=86400.0)
+_SHARES = (16, 4, 1)
+"""More memory by these parts of what there is, rounded down to a power of two: 4, 16 and 64 GiB more beside 80 GB."""
+_MOST_TIMES = 8
+"""As many nodes, where nothing fits on those there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much may be done for the answer, and by whom it may be stopped."""
+
+    work: int
+    should_stop: Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """One limit, relaxed."""
+
+    constraint: str
+    words: str
+    cluster: Cluster
+    job: Job
+
+
+@dataclass(slots=True)
+class _Counted:
+    """Stops a search after so many questions whether to stop."""
+
+    limits: Limits
+    asked: int = field(default=0)
+
+    def __call__(self) -> bool:
+        self.asked += 1
+        return self.asked > self.limits.work or self.limits.should_stop()
+
+
+def relaxations(best: Candidate, limits: Limits) -> tuple[Relaxation, ...]:
+    """What relaxing gains, each limit by itself: (X1); only what gains."""
+    work = best.costs.work
+    per_sample = best.ticks / work.job.global_batch_size
+    found = []
+    for change in (*_memory_changes(work), *_without_constraints(work), *_batches(work)):
+        if limits.should_stop():
+            break
+        ceiling = int(per_sample * change.job.global_batch_size)
+        state = _searched(work.profile, change, limits, ceiling)
+        if state is not None and state.best is not None:
+            gain = 1 - state.best.ticks / change.job.global_batch_size / per_sample
+            found.append(_row(change, state, gain))
+    return tuple(one for one in found if one.gain is None or one.gain > 1e-4)
+
+
+def remedies(work: Workload, nearest: tuple[Miss, ...], limits: Limits) -> tuple[Relaxation, ...]:
+    """Changes with which something fits, where nothing does: (X3)."""
+    several = (*_missing_memory(work, nearest), *_headroom(work), *_without_constraints(work))
+    found = [_remedy(work.profile, change, limits) for change in several]
+    grown = (_remedy(work.profile, change, limits) for change in _more_nodes(work))
+    found.append(next((one for one in grown if one is not None), None))
+    return tuple(one for one in found if one is not None)
+
+
+def _remedy(profile: ModelProfile, change: _Change, limits: Limits) -> Relaxation | None:
+    """The best plan of the first layout that fits with a change, of those that need least: (X3)."""
+    with suppress(SpecError):
+        work = workload(profile, change.cluster, change.job)
+        wish = recompute_wish(change.job.constraints.get("recompute"))
+        near = (one for one in unfit(work, space_of(work)) if not limits.should_stop())
+        fits = (one for one in near if least_memory(one, allowed_modes(one, wish))[1] <= work.capacity_bytes)
+        costs = next(fits, None)
+        if costs is not None:
+            given = {name: getattr(costs.layout, name) for name in CONSTRAINABLE if name != "recompute"}
+            fixed = {**change.job.constraints, **given}
+            alone = replace(change, job=change.job.model_copy(update={"constraints": fixed}))
+            state = _searched(profile, alone, limits, NO_LIMIT)
+            return _row(change, state, None) if state is not None and state.best is not None else None
+    return None
+
+
+def _row(change: _Change, state: State, gain: float | None) -> Relaxation:
+    assert state.best is not None
+    return Relaxation(
+        constraint=change.constraint,
+        change=change.words,
+        layout=with_recompute(state.best),
+        step_seconds=state.best.ticks * TICK_SECONDS,
+        gain=gain,
+        optimal=gain is not None and not state.is_open,
+    )
+
+
+def _searched(profile: ModelProfile, change: _Change, limits: Limits, ceiling: int) -> State | None:
+    """The relaxed problem, searched below a ceiling: (X2); None where the documents no longer go together."""
+    with suppress(SpecError):
+        work = workload(profile, change.cluster, change.job)
+        state = begin(work, space_of(work), _ENDLESS, Callbacks(should_stop=_Counted(limits)), ceiling)
+        while state.is_open and state.seconds_left() > 0:
+            advance(state)
+        return state
+    return None
+
+
+def _memory_changes(work: Workload) -> Iterator[_Change]:
+    """More memory per device, each time more."""
+    for share in _SHARES:
+        extra = 1 << max(0, (work.capacity_bytes // share).bit_length() - 1)
+        yield _with_memory(work, extra, f"{gibibytes(extra)} more per device")
+
+
+def _with_memory(work: Workload, extra_bytes: int, words: str) -> _Change:
+    """Devices with so much more that the job may use."""
+    kept = work.device.memory_bytes - work.capacity_bytes
+    job = work.job.model_copy(update={"memory_headroom": float(kept) if kept >= 1 else 0.0})
+    groups = []
+    for group in work.cluster.node_groups:
+        device = find_device(group.device)
+        larger = device.model_copy(update={"memory_bytes": device.memory_bytes + extra_bytes})
+        groups.append(group.model_copy(update={"device": larger}))
+    return _Change("memory", words, work.cluster.model_copy(update={"node_groups": tuple(groups)}), job)
+
+
+def _without_constraints(work: Workload) -> Iterator[_Change]:
+    """The job without each of its constraints."""
+    for name, constraint in work.job.constraints.items():
+        others = {key: value for key, value in work.job.constraints.items() if key != name}
+        words = f"without {name} = {_constraint_text(constraint)}"
+        yield _Change(f"constraints.{name}", words, work.cluster, work.job.model_copy(update={"constraints": others}))
+
+
+def _batches(work: Workload) -> Iterator[_Change]:
+    """The nearest global batches that every data-parallel degree divides, where the job's is none."""
+    batch, devices = work.job.global_batch_size, work.devices
+    if batch % devices:
+        for other in (batch // devices * devices, -(-batch // devices) * devices):
+            if other:
+                job = work.job.model_copy(update={"global_batch_size": other})
+                yield _Change("global_batch_size", f"a global batch of {other}", work.cluster, job)
+
+
+def _missing_memory(work: Workload, nearest: tuple[Miss, ...]) -> Iterator[_Change]:
+    """What the nearest miss lacks."""
+    for miss in nearest[:1]:
+        yield _with_memory(work, miss.missing_bytes, f"{gibibytes(miss.missing_bytes)} more per device")
+
+
+def _headroom(work: Workload) -> Iterator[_Change]:
+    if work.job.memory_headroom:
+        job = work.job.model_copy(update={"memory_headroom": 0.0})
+        yield _Change("memory_headroom", "no memory headroom", work.cluster, job)
+
+
+def _more_nodes(work: Workload) -> Iterator[_Change]:
+    """One node more, then by half of that more each time, up to eight times as many."""
+    group = work.cluster.node_groups[0]
+    more = 1
+    while group.nodes + more <= _MOST_TIMES * group.nodes:
+        grown = group.model_copy(update={"nodes": group.nodes + more})
+        cluster = work.cluster.model_copy(update={"node_groups": (grown, *work.cluster.node_groups[1:])})
+        yield _Change("devices", f"{more * group.devices_per_node} devices more", cluster, work.job)
+        more = max(more + 1, more * 3 // 2)
+
+
+def _constraint_text(constraint: Constraint) -> str:
+    if isinstance(constraint, Range):
+        return f"{'' if constraint.min is None else constraint.min}..{'' if constraint.max is None else constraint.max}"
+    return " or ".join(map(str, constraint)) if isinstance(constraint, tuple) else str(constraint)

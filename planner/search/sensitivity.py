@@ -1,0 +1,192 @@
+"""Would another plan win within the error bars? The plan and its alternatives, priced with other figures.
+
+    (Q1)  bandwidth or latency x (1 + c): the links of the cluster are changed, and the same stage maps priced again
+    (Q2)  compute x (1 + c) takes as long as (1 + c) x what links of (1 + c) times the bandwidth and 1 / (1 + c) of the
+          latency take, with the host's fixed times divided likewise; so it changes links too     -> _repriced()
+    (Q3)  the change at which an alternative overtakes: probes outwards in both directions, and bisection between the
+          last that it loses and the first that it wins                                           -> _overtaking()
+
+Only the plan and its alternatives are priced: another layout may win before they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
+
+from planner.cost import Workload, choose, evaluate, layout_costs, workload
+from planner.search.result import Candidate
+from planner.spec.cluster import Cluster, Link
+from planner.spec.devices import links_of
+from planner.spec.plan import Overtaking, Sensitivity
+
+Quantity = Literal["compute_seconds", "intra_node_bandwidth", "inter_node_bandwidth", "latency_seconds"]
+FAR = 4.0
+"""Factor up to which changes are looked at."""
+_BISECTIONS = 10
+_BRIEF_ACTIONS = 400_000
+"""Actions that may be simulated where the answer is to be brief."""
+
+COUNTED_UNCERTAINTY = 0.1
+BANDWIDTH_UNCERTAINTY = 0.2
+LATENCY_UNCERTAINTY = 0.5
+_NOT_MEASURED = "assumed, the links were not measured (planner links measures them)"
+
+
+@dataclass(frozen=True, slots=True)
+class _ErrorBar:
+    """What may be wrong, and by how much."""
+
+    quantity: Quantity
+    uncertainty: float
+    reason: str
+
+
+def sensitivity(candidates: Sequence[Candidate], *, is_full: bool) -> tuple[Sensitivity, ...]:
+    """For every figure of the cost model: which alternatives overtake the plan when it is another.
+
+    Args:
+        candidates: the plan, then its alternatives.
+        is_full: look beyond the error bars too, and however long it takes.
+    """
+    if len(candidates) < 2:
+        return ()
+    bars = _error_bars(candidates[0])
+    actions = sum(sum(map(len, one.schedule.actions)) for one in candidates)
+    if not is_full and 2 * len(bars) * actions > _BRIEF_ACTIONS:
+        return ()
+    return tuple(_sensitivity(bar, candidates, is_full) for bar in bars)
+
+
+def _sensitivity(bar: _ErrorBar, candidates: Sequence[Candidate], is_full: bool) -> Sensitivity:
+    @cache
+    def work(factor: float) -> Workload:
+        return _repriced(candidates[0].costs.work, bar.quantity, factor)
+
+    @cache
+    def ticks(place: int, factor: float) -> int:
+        one = candidates[place]
+        costs = layout_costs(work(factor), one.costs.layout)
+        return evaluate(costs, one.schedule, choose(costs, one.stage_map)).total_ticks
+
+    def change_of(place: int) -> float | None:
+        return _overtaking(lambda factor: ticks(place, factor) < ticks(0, factor), reach)
+
+    reach = (1 + bar.uncertainty, 2.0, FAR) if is_full else (1 + bar.uncertainty,)
+    changes = ((place - 1, change_of(place)) for place in range(1, len(candidates)))
+    found = [Overtaking(alternative=place, change=change) for place, change in changes if change is not None]
+    found.sort(key=lambda one: (abs(one.change), one.alternative))
+    return Sensitivity(
+        quantity=bar.quantity,
+        uncertainty=bar.uncertainty,
+        reason=bar.reason,
+        overtakes=tuple(found),
+        holds=all(abs(one.change) > bar.uncertainty for one in found),
+    )
+
+
+def _overtaking(wins: Callable[[float], bool], reach: Sequence[float]) -> float | None:
+    """The least change, up or down, at which an alternative wins: (Q3); None: at none of the probes."""
+    changes = []
+    for up in (True, False):
+        lost = 1.0
+        for far in sorted(set(reach)):
+            factor = far if up else _down(far)
+            if wins(factor):
+                changes.append(_between(wins, lost, factor) - 1)
+                break
+            lost = factor
+    return min(changes, key=abs) if changes else None
+
+
+def _down(far: float) -> float:
+    """20 % less beside 20 % more; beyond 100 %, a quarter beside four times as much."""
+    return max(2 - far, 1 / FAR) if far < 2 else 1 / far
+
+
+def _between(wins: Callable[[float], bool], lost: float, won: float) -> float:
+    """The first factor of a bisection between both that wins, rounded to what it is good for."""
+    for _ in range(_BISECTIONS):
+        middle = (lost + won) / 2
+        lost, won = (lost, middle) if wins(middle) else (middle, won)
+    return won
+
+
+def _repriced(work: Workload, quantity: Quantity, factor: float) -> Workload:
+    """The workload with one figure `factor` times as large: (Q1), or as (Q2) has it."""
+    bandwidth, latency, constants = (1.0, 1.0), 1.0, work.constants
+    match quantity:
+        case "compute_seconds":
+            bandwidth, latency = (factor, factor), 1 / factor
+            constants = replace(
+                constants,
+                collective_seconds=constants.collective_seconds / factor,
+                transfer_seconds=constants.transfer_seconds / factor,
+                step_seconds=constants.step_seconds / factor,
+            )
+        case "intra_node_bandwidth":
+            bandwidth = (factor, 1.0)
+        case "inter_node_bandwidth":
+            bandwidth = (1.0, factor)
+        case "latency_seconds":
+            latency = factor
+    cluster = _with_links(work.cluster, bandwidth, latency)
+    return workload(work.profile, cluster, work.job, framework=work.framework, constants=constants)
+
+
+def _with_links(cluster: Cluster, bandwidth: tuple[float, float], latency: float) -> Cluster:
+    """Links inside and between the nodes with so many times their bandwidth and latency."""
+    groups = []
+    for group in cluster.node_groups:
+        intra, inter = links_of(group)
+        changed = {
+            "intra_node": _scaled(intra, bandwidth[0], latency),
+            "inter_node": _scaled(inter, bandwidth[1], latency) if inter else None,
+        }
+        groups.append(group.model_copy(update=changed))
+    return cluster.model_copy(update={"node_groups": tuple(groups)})
+
+
+def _scaled(link: Link, bandwidth: float, latency: float) -> Link:
+    return link.model_copy(
+        update={
+            "bandwidth_bytes_per_second": link.bandwidth_bytes_per_second * bandwidth,
+            "latency_seconds": link.latency_seconds * latency,
+        }
+    )
+
+
+def _error_bars(best: Candidate) -> tuple[_ErrorBar, ...]:
+    """What to expect of every figure: as measured, else as stated."""
+    work = best.costs.work
+    bars = [_ErrorBar("compute_seconds", *_compute_error(best))]
+    intra, inter = work.intra_node, work.inter_node
+    if work.devices_per_node > 1:
+        bars.append(_ErrorBar("intra_node_bandwidth", *_link_error(intra, BANDWIDTH_UNCERTAINTY)))
+    if inter is not None and work.nodes > 1:
+        bars.append(_ErrorBar("inter_node_bandwidth", *_link_error(inter, BANDWIDTH_UNCERTAINTY)))
+    if work.devices > 1:
+        bars.append(_ErrorBar("latency_seconds", *_link_error(inter or intra, LATENCY_UNCERTAINTY)))
+    return tuple(bars)
+
+
+def _compute_error(best: Candidate) -> tuple[float, str]:
+    """The largest spread of the measured rows that the plan stands on."""
+    work, layout = best.costs.work, best.costs.layout
+    degrees = (layout.tensor_parallel_degree, layout.context_parallel_degree, layout.expert_parallel_degree)
+    rows = work.sizes[(layout.micro_batch_size, *degrees, layout.sequence_parallel)]
+    spreads = [row.relative_spread for options in rows for row in options.values() if row.relative_spread is not None]
+    if spreads:
+        return max(spreads), "the widest spread of the plan's measured rows"
+    if any(row.source == "measured" for options in rows for row in options.values()):
+        return COUNTED_UNCERTAINTY, "assumed, the profile tells no spread of its samples"
+    return COUNTED_UNCERTAINTY, "assumed, the profile is counted and not measured (planner profile measures it)"
+
+
+def _link_error(link: Link, otherwise: float) -> tuple[float, str]:
+    residuals = [fit.relative_residual for fit in link.fits]
+    if link.relative_residual is not None:
+        residuals.append(link.relative_residual)
+    return (max(residuals), "the residual of the links' fit") if residuals else (otherwise, _NOT_MEASURED)

@@ -1,0 +1,61 @@
+"""Layouts and figures in the words of the explanation."""
+
+from __future__ import annotations
+
+import math
+
+from planner.spec.layout import Layout
+
+_DEGREES = {
+    "data_parallel_degree": "data",
+    "tensor_parallel_degree": "tensor",
+    "pipeline_parallel_degree": "pipeline",
+    "context_parallel_degree": "context",
+    "expert_parallel_degree": "expert",
+}
+_CHOICES = {
+    "zero_stage": "ZeRO",
+    "sequence_parallel": "sequence parallelism",
+    "micro_batch_size": "micro-batch size",
+    "schedule": "schedule",
+    "virtual_stages_per_rank": "stages per rank",
+    "recompute": "recompute",
+}
+_ALWAYS = ("data_parallel_degree", "tensor_parallel_degree", "pipeline_parallel_degree")
+
+
+def degrees_text(layout: Layout) -> str:
+    """``data 8 x tensor 1 x pipeline 8``; context and expert degrees where they split."""
+    shown = [
+        f"{word} {getattr(layout, field)}"
+        for field, word in _DEGREES.items()
+        if field in _ALWAYS or getattr(layout, field) > 1
+    ]
+    return " x ".join(shown)
+
+
+def changes_text(layout: Layout, winner: Layout) -> str:
+    """``tensor 8 instead of 4, ZeRO 1 instead of 0``; "another stage map" for a layout of the same fields."""
+    changes = [
+        f"{word} {_value(getattr(layout, field))} instead of {_value(getattr(winner, field))}"
+        for field, word in (_DEGREES | _CHOICES).items()
+        if getattr(layout, field) != getattr(winner, field)
+    ]
+    return ", ".join(changes) or "another stage map"
+
+
+def _value(value: object) -> str:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
+def gibibytes(count: int) -> str:
+    """``4 GiB``, ``1.25 GiB``, rounded up; small amounts in MiB or KiB."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{math.ceil(100 * count / size) / 100:g} {unit}"
+    return f"{count} bytes"
+
+
+def seconds_text(seconds: float) -> str:
+    """``56.5 s``, ``12.3 ms``."""
+    return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"
