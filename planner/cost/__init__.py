@@ -1,9 +1,10 @@
 """Seconds and bytes of any layout: pure functions of profile, cluster and job."""
 
 from planner.cost.compute import price
-from planner.cost.layers import TICK_SECONDS, LayerCost, LayoutCosts, SharedCost, layout_costs
+from planner.cost.layers import LayerCost, LayoutCosts, layout_costs
 from planner.cost.memory import RECEIVE_BUFFERS, StageLayers, held_units, reserved_bytes, stage_memory
 from planner.cost.placement import placement, stage_ranks
+from planner.cost.shared import SharedCost
 from planner.cost.step import (
     StageMap,
     Step,
@@ -16,6 +17,7 @@ from planner.cost.step import (
     stage_tails,
     tail_ticks,
 )
+from planner.cost.ticks import TICK_SECONDS
 from planner.cost.workload import Workload, workload
 
 __all__ = [

@@ -24,7 +24,6 @@ last digit. Per layer l, recompute mode r, micro-batch:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -39,18 +38,13 @@ from planner.cost.placement import (
     widest_expert_group,
     widest_tensor_group,
 )
+from planner.cost.shared import SharedCost, SkipCost, shared_costs, skip_costs
+from planner.cost.ticks import ticks
 from planner.cost.workload import Workload, modes_of
 from planner.errors import MismatchError, UnsupportedError
 from planner.spec.layout import Layout
-from planner.spec.profile import BYTES_PER_ELEMENT, CollectiveName, Measurement, RecomputeMode, SkipEdge
+from planner.spec.profile import BYTES_PER_ELEMENT, CollectiveName, Measurement, RecomputeMode
 from planner.spec.recipes import OgpRecipe, ParameterCount, recipe
-
-TICK_SECONDS = 1e-9
-
-
-def ticks(seconds: float) -> int:
-    """Seconds in whole ticks, rounded to nearest."""
-    return round(seconds / TICK_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,35 +88,6 @@ class LayerCost:
     def ogp_bytes(self) -> int:
         """Optimizer states, gradients and parameters."""
         return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class SharedCost:
-    """Parameters used by several layers: stored once per stage, their gradients summed over the stages."""
-
-    layers: tuple[int, ...]
-    parameters_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    tail_ticks: int
-    """Reduction and optimizer of one copy, saved when a stage holds several layers that use it."""
-    exchange_ticks: int
-    """All-reduce of the gradients over two stages, once per step and stage that holds a copy."""
-
-    @property
-    def ogp_bytes(self) -> int:
-        """Of one copy."""
-        return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class SkipCost:
-    """A tensor that travels along every boundary between two layers."""
-
-    producer: int
-    consumer: int
-    bytes: int
-    """Per micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -190,8 +155,8 @@ def layout_costs(work: Workload, layout: Layout) -> LayoutCosts:
         layout=layout,
         micro_batches=micro_batches,
         layers=tuple(layers),
-        shared=_shared_costs(work, layout, layers),
-        skips=_skip_costs(work, layout),
+        shared=shared_costs(work, layout, layers),
+        skips=skip_costs(work, layout),
         reduction_latency_ticks=_reduction_latency_ticks(work, groups.data),
     )
 
@@ -454,47 +419,3 @@ def _bandwidth_seconds(work: Workload, operation: CollectiveName, size_bytes: in
 
 def _reduction_latency_ticks(work: Workload, group: Group) -> int:
     return ticks(collective_seconds("all_reduce", 1, group, work.intra_node, work.inter_node))
-
-
-def _shared_costs(
-    work: Workload, layout: Layout, layers: Sequence[dict[RecomputeMode, LayerCost]]
-) -> tuple[SharedCost, ...]:
-    order = {layer.name: index for index, layer in enumerate(work.profile.layers)}
-    ogp, data = work.recipe, layout.data_parallel_degree * layout.context_parallel_degree
-    between = work.inter_node if layout.devices > work.devices_per_node and work.inter_node else work.intra_node
-    shards = [data if layout.zero_stage >= level else 1 for level in (3, 2, 1)]
-    costs = []
-    for one in work.profile.shared_parameters:
-        users = tuple(sorted({order[name] for name in one.layers}))
-        user = next(iter(layers[users[-1]].values()))
-        local = min(-(-one.parameters // layout.tensor_parallel_degree), user.parameters)
-        count = ParameterCount(local, 0, one.factored_elements)  # what layers share is no matrix of a hidden layer
-        size_bytes = local * ogp.gradient_bytes
-        exchange = 2 * transfer_seconds(size_bytes / 2, between) if layout.pipeline_parallel_degree > 1 else 0.0
-        costs.append(
-            SharedCost(
-                layers=users,
-                parameters_bytes=local * ogp.parameter_bytes // shards[0],
-                gradients_bytes=local * ogp.gradient_bytes // shards[1],
-                optimizer_bytes=ogp.optimizer_bytes(count) // shards[2],
-                tail_ticks=(user.reduction_ticks + user.optimizer_ticks) * local // max(1, user.parameters),
-                exchange_ticks=ticks(exchange),
-            )
-        )
-    return tuple(costs)
-
-
-def _skip_costs(work: Workload, layout: Layout) -> tuple[SkipCost, ...]:
-    order = {layer.name: index for index, layer in enumerate(work.profile.layers)}
-    samples = layout.micro_batch_size
-    return tuple(
-        SkipCost(order[edge.from_], order[edge.to], _skip_bytes(edge, work.job.sequence_length) * samples)
-        for edge in work.profile.edges
-    )
-
-
-def _skip_bytes(edge: SkipEdge, sequence_length: int) -> int:
-    """Of one sample, in proportion to the length that the edge was told for, rounded up."""
-    if edge.sequence_length in (0, sequence_length):
-        return edge.bytes
-    return -(-edge.bytes * sequence_length // edge.sequence_length)

@@ -295,7 +295,9 @@ class Prices:
         users = tuple(sorted({names.index(name) for name in shared.layers}))
         last, price = facts.profile.layers[users[-1]], next(iter(self.layers[users[-1]].values()))
         of_layer = held_parameters(last, price.plain).count.elements
-        elements = min(_share(shared.parameters, facts.layout.tensor_parallel_degree), of_layer)
+        held = [held_parameters(facts.profile.layers[at], next(iter(self.layers[at].values())).plain) for at in users]
+        is_split = any(one.count.elements < shared.parameters for one in held)
+        elements = min(_share(shared.parameters, facts.layout.tensor_parallel_degree if is_split else 1), of_layer)
         link = facts.intra_node if facts.is_one_node else facts.inter_node
         half = elements * ogp.gradient_bytes / 2
         return SharedPrice(

@@ -9,6 +9,7 @@ import pytest
 from planner.cost import LayerCost, LayoutCosts, layout_costs, workload
 from planner.errors import LayoutError, MismatchError, UnsupportedError
 from planner.spec import Layout, ModelProfile
+from planner.spec.profile import LayerProfile
 from tests.builders import cluster, job, layer, link, profile
 
 MICROSECOND = 1000
@@ -213,6 +214,21 @@ def test_shared_parameters() -> None:
     assert shared.ogp_bytes == 16 * 10**6
     assert shared.tail_ticks == (20 + 8) * MICROSECOND
     assert shared.exchange_ticks == 20 * MICROSECOND
+
+
+@pytest.mark.parametrize(("local", "held"), [(10**6, 10**6), (5 * 10**5, 5 * 10**5)])
+def test_shared_parameters_are_split_where_their_users_are(local: int, held: int) -> None:
+    """Tied embeddings that tensor parallelism leaves whole are whole on every rank; vocabulary shards are shards."""
+    model = profile(layer(parameters=10**6) * 2, degrees=(2,), shared=[((0, 1), 10**6)])
+    model = model.model_copy(update={"layers": tuple(with_rows(one, local_parameters=local) for one in model.layers)})
+    (shared,) = costs_of(model, tensor_parallel_degree=2).shared
+    assert shared.parameters_bytes == 2 * held
+
+
+def with_rows(one: LayerProfile, **changes: Any) -> LayerProfile:
+    """The layer with other fields in all its rows."""
+    rows = tuple(row.model_copy(update=changes) for row in one.measurements)
+    return one.model_copy(update={"measurements": rows})
 
 
 def test_shared_parameters_on_one_stage_exchange_nothing() -> None:

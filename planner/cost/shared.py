@@ -1,0 +1,95 @@
+"""What belongs to several layers at once: parameters that they share, and tensors that skip from one to another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from planner.cost.communication import transfer_seconds
+from planner.cost.ticks import ticks
+from planner.cost.workload import Workload
+from planner.spec.layout import Layout
+from planner.spec.profile import RecomputeMode, SkipEdge
+from planner.spec.recipes import ParameterCount
+
+if TYPE_CHECKING:
+    from planner.cost.layers import LayerCost
+
+
+@dataclass(frozen=True, slots=True)
+class SharedCost:
+    """Parameters used by several layers: stored once per stage, their gradients summed over the stages."""
+
+    layers: tuple[int, ...]
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    tail_ticks: int
+    """Reduction and optimizer of one copy, saved when a stage holds several layers that use it."""
+    exchange_ticks: int
+    """All-reduce of the gradients over two stages, once per step and stage that holds a copy."""
+
+    @property
+    def ogp_bytes(self) -> int:
+        """Of one copy."""
+        return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SkipCost:
+    """A tensor that travels along every boundary between two layers."""
+
+    producer: int
+    consumer: int
+    bytes: int
+    """Per micro-batch."""
+
+
+def shared_costs(
+    work: Workload, layout: Layout, layers: Sequence[Mapping[RecomputeMode, LayerCost]]
+) -> tuple[SharedCost, ...]:
+    """Parameters that several layers use, priced; a copy is split over tensor-parallel ranks if some user's is."""
+    order = {layer.name: index for index, layer in enumerate(work.profile.layers)}
+    ogp, data = work.recipe, layout.data_parallel_degree * layout.context_parallel_degree
+    between = work.inter_node if layout.devices > work.devices_per_node and work.inter_node else work.intra_node
+    shards = [data if layout.zero_stage >= level else 1 for level in (3, 2, 1)]
+    costs = []
+    for one in work.profile.shared_parameters:
+        users = tuple(sorted({order[name] for name in one.layers}))
+        user = next(iter(layers[users[-1]].values()))
+        least = min(next(iter(layers[layer].values())).parameters for layer in users)
+        # A user that holds fewer elements than the parameter has holds a shard of it; else every rank has it whole.
+        split = layout.tensor_parallel_degree if least < one.parameters else 1
+        local = min(-(-one.parameters // split), user.parameters)
+        count = ParameterCount(local, 0, one.factored_elements)  # what layers share is no matrix of a hidden layer
+        size_bytes = local * ogp.gradient_bytes
+        exchange = 2 * transfer_seconds(size_bytes / 2, between) if layout.pipeline_parallel_degree > 1 else 0.0
+        costs.append(
+            SharedCost(
+                layers=users,
+                parameters_bytes=local * ogp.parameter_bytes // shards[0],
+                gradients_bytes=local * ogp.gradient_bytes // shards[1],
+                optimizer_bytes=ogp.optimizer_bytes(count) // shards[2],
+                tail_ticks=(user.reduction_ticks + user.optimizer_ticks) * local // max(1, user.parameters),
+                exchange_ticks=ticks(exchange),
+            )
+        )
+    return tuple(costs)
+
+
+def skip_costs(work: Workload, layout: Layout) -> tuple[SkipCost, ...]:
+    """Tensors that skip layers, in bytes of this layout's micro-batches."""
+    order = {layer.name: index for index, layer in enumerate(work.profile.layers)}
+    samples = layout.micro_batch_size
+    return tuple(
+        SkipCost(order[edge.from_], order[edge.to], _skip_bytes(edge, work.job.sequence_length) * samples)
+        for edge in work.profile.edges
+    )
+
+
+def _skip_bytes(edge: SkipEdge, sequence_length: int) -> int:
+    """Of one sample, in proportion to the length that the edge was told for, rounded up."""
+    if edge.sequence_length in (0, sequence_length):
+        return edge.bytes
+    return -(-edge.bytes * sequence_length // edge.sequence_length)
