@@ -8,7 +8,15 @@ from pydantic import Field, RootModel, model_validator
 
 from planner.spec import Cluster, Document, Forecast, Infeasible, Job, ModelProfile, Options, Plan, PredictionLayout
 from planner.spec.layout import Layout
-from planner.spec.plan import Alternative, RankPlacement, SearchReport, Stage
+from planner.spec.plan import (
+    Alternative,
+    ParetoPoint,
+    RankPlacement,
+    Relaxation,
+    SearchReport,
+    Sensitivity,
+    Stage,
+)
 from planner.spec.profile import DataType
 
 JobStatus = Literal["queued", "running", "succeeded", "infeasible", "failed", "cancelled"]
@@ -180,6 +188,10 @@ class Explanation(Document):
     explanation: tuple[str, ...]
     search: SearchReport
     alternatives: tuple[Alternative, ...]
+    cost_per_token: float | None = None
+    pareto: tuple[ParetoPoint, ...] = ()
+    relaxations: tuple[Relaxation, ...] = ()
+    sensitivity: tuple[Sensitivity, ...] = ()
 
 
 class MeasurementView(Document):

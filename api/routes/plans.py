@@ -123,7 +123,14 @@ def get_explanation(request: Request, result: ResultDependency) -> Response:
     """Why this plan won, how far it is proven, and what the next best ones would cost."""
     plan = result.plan()
     explanation = Explanation(
-        plan_id=plan.id, explanation=plan.explanation, search=plan.search, alternatives=plan.alternatives
+        plan_id=plan.id,
+        explanation=plan.explanation,
+        search=plan.search,
+        alternatives=plan.alternatives,
+        cost_per_token=plan.cost_per_token,
+        pareto=plan.pareto,
+        relaxations=plan.relaxations,
+        sensitivity=plan.sensitivity,
     )
     return cacheable(request, explanation.model_dump_json(), media_type=JSON, cache_control=REVALIDATE)
 

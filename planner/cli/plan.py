@@ -1,4 +1,4 @@
-"""`planner plan`: profile + cluster + job -> the fastest plan that fits, and its proof."""
+"""`planner plan`: profile + cluster + job -> the best plan that fits, and its proof."""
 
 from __future__ import annotations
 
@@ -40,13 +40,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FIELD=V",
         help="fix a layout field to a value, a list a,b,c or a range MIN..MAX; repeatable",
     )
+    parser.add_argument(
+        "--pareto", action="store_true", help="also the fastest plans of fewer devices and of less memory per device"
+    )
+    parser.add_argument(
+        "--explain",
+        choices=("brief", "full"),
+        default=defaults.explain,
+        help="full: also search again with every limit relaxed, and tell at what errors of the figures another plan "
+        "wins",
+    )
     add_json(parser, "print plan.json on stdout")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Search, then print and write the plan; exit 3 when no plan fits."""
     check_output(arguments.output)
-    options = parse(Options, {"top": arguments.top, "time_limit_seconds": arguments.time_limit}, where="options")
+    asked = {"top": arguments.top, "time_limit_seconds": arguments.time_limit}
+    options = parse(Options, {**asked, "pareto": arguments.pareto, "explain": arguments.explain}, where="options")
     result = _search(read_question(arguments, fixed=arguments.fix), options)
     if isinstance(result, Infeasible):
         data(to_json(result) if arguments.json else infeasible_text(result))

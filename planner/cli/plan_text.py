@@ -20,6 +20,7 @@ def plan_text(plan: Plan) -> str:
         f"{bold('plan')} {plan.id[:12]}  {_subject(plan)}",
         f"{bold('layout')} {layout_line(plan.layout)}, {plan.micro_batches} micro-batches",
         *_prediction(plan.prediction),
+        *([f"{bold('price')} {_price(plan.cost_per_token)} per million {_unit(plan)}"] if plan.cost_per_token else []),
         _stages(plan.stages),
         _memory(plan.prediction.memory),
         proof_line(plan.search),
@@ -28,6 +29,8 @@ def plan_text(plan: Plan) -> str:
         parts.append("\n".join([bold("why"), *(f"  {sentence}" for sentence in plan.explanation)]))
     if plan.alternatives:
         parts.append("\n".join([bold("next best"), *map(_alternative, plan.alternatives)]))
+    if plan.pareto:
+        parts.append(_pareto(plan))
     return "\n\n".join(parts)
 
 
@@ -79,8 +82,9 @@ def proof_line(search: SearchReport) -> str:
 
 def _counts(search: SearchReport) -> str:
     left = search.layouts_considered - search.layouts_pruned - search.layouts_solved
+    parts = f" of {search.clusters_considered} parts of the cluster" if search.clusters_considered > 1 else ""
     return (
-        f"{search.layouts_considered} layouts considered, {search.layouts_pruned} pruned by their bound, "
+        f"{search.layouts_considered} layouts{parts} considered, {search.layouts_pruned} pruned by their bound, "
         f"{search.layouts_solved} solved{f', {left} left open' if left else ''}, in {seconds(search.seconds)}"
     )
 
@@ -88,7 +92,44 @@ def _counts(search: SearchReport) -> str:
 def _subject(plan: Plan) -> str:
     request = plan.request
     model = request.model or (request.profile.model if request.profile else f"profile {request.profile_id[:12]}")
-    return f"{model} on {request.cluster.devices} devices of {request.cluster.name}"
+    devices, there = len(plan.placement), request.cluster.devices
+    if devices == there:
+        return f"{model} on {devices} devices of {request.cluster.name}"
+    return f"{model} on {devices} of the {there} devices of {request.cluster.name}, {_nodes(plan)}"
+
+
+def _nodes(plan: Plan) -> str:
+    nodes = sorted({row.node for row in plan.placement})
+    return f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {spans(nodes)}"
+
+
+def _price(cost_per_token: float) -> str:
+    """Prices of a single token are too small to read."""
+    return f"{cost_per_token * 1e6:.4g}"
+
+
+def _unit(plan: Plan) -> str:
+    return "tokens" if plan.request.job.sequence_length else "samples"
+
+
+def _pareto(plan: Plan) -> str:
+    """Step time against devices, memory and price, those of the plan marked."""
+    priced = any(point.cost_per_token is not None for point in plan.pareto)
+    rows = [
+        (
+            "*" if (point.layout, point.step_seconds) == (plan.layout, plan.prediction.step_seconds) else "",
+            str(point.devices),
+            seconds(point.step_seconds),
+            gibibytes(point.peak_bytes),
+            *([_price(point.cost_per_token)] if point.cost_per_token is not None else []),
+            layout_line(point.layout),
+        )
+        for point in plan.pareto
+    ]
+    price = (f"price of 1M {_unit(plan)}",) if priced else ()
+    head = ("", "devices", "step", "fullest device", *price, "layout")
+    title = "Pareto front: nothing is faster on as few devices with as little memory"
+    return f"{bold(title)}\n{table(head, rows, left=(0, len(head) - 1))}"
 
 
 def _prediction(prediction: Prediction) -> tuple[str, str]:

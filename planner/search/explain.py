@@ -88,7 +88,9 @@ def explanation(best: Candidate, prediction: Prediction, found: Found) -> tuple[
     layout, report = with_recompute(best), found.report
     shares = sorted(_PARTS, key=lambda part: -getattr(prediction.breakdown, part))[:3]
     spent = ", ".join(
-        f"{100 * getattr(prediction.breakdown, part) / prediction.step_seconds:.0f} % {_PARTS[part]}" for part in shares
+        f"{100 * getattr(prediction.breakdown, part) / prediction.step_seconds:.0f} % {_PARTS[part]}"
+        for part in shares
+        if getattr(prediction.breakdown, part) > 0
     )
     fullest = max(prediction.memory, key=lambda row: row.peak_bytes / row.capacity_bytes)
     return (
