@@ -152,6 +152,8 @@ class Progress:
         self._drawn = now
         passed = now - self._started
         left = f", {passed * (total - done) / done:.0f} s left" if done else ""
-        line = f"{self._title} {bar(done / max(total, 1), 24)} {done}/{total}  {passed:.0f} s{left}  {text}"
-        self._stream.write("\r\033[K" + line[: shutil.get_terminal_size().columns - 1])
+        told = f" {done}/{total}  {passed:.0f} s{left}  {text}"
+        columns = shutil.get_terminal_size().columns - 1
+        width = min(24, max(4, columns - len(self._title) - len(told) - 1))  # the words matter more than the bar
+        self._stream.write("\r\033[K" + f"{self._title} {bar(done / max(total, 1), width)}{told}"[:columns])
         self._stream.flush()

@@ -95,5 +95,5 @@ def _solve(
 def _seen(now: SearchProgress) -> tuple[int, int, str]:
     if now.incumbent_seconds is None:
         return now.layouts_done, now.layouts_considered, "no plan yet"
-    gap = "" if now.gap is None else f", gap {percent(now.gap)}"
-    return now.layouts_done, now.layouts_considered, f"best {seconds(now.incumbent_seconds)}{gap}"
+    proof = "" if now.gap is None else f", bound {seconds(now.lower_bound_seconds)}, gap {percent(now.gap)}"
+    return now.layouts_done, now.layouts_considered, f"best {seconds(now.incumbent_seconds)}{proof}"
