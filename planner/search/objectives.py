@@ -29,6 +29,8 @@ from planner.spec.plan import PlanRequest, SearchReport
 from planner.spec.profile import ModelProfile
 
 _OPTIMAL_GAP = 1e-6
+_ROUNDING = 1e-12
+"""Seconds of a deadline are no whole ticks in binary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +182,7 @@ def _bound_on(winner: Contender | None, field: Sequence[Contender]) -> int:
 def _fewest(field: _Field) -> Contest:
     seconds = field.request.job.deadline_seconds
     assert seconds is not None
-    ceiling = math.floor(seconds / TICK_SECONDS) + 1
+    ceiling = math.floor(seconds / TICK_SECONDS * (1 + _ROUNDING)) + 1
     for _, parts in groupby(parts_of(field.request.cluster), key=lambda part: part.devices):
         same = [field.enter(part, ceiling) for part in parts]
         winner = _first(field, same)
