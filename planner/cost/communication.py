@@ -26,7 +26,7 @@ _RING_PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_a
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """How the members of a communicator lie on the nodes."""
+    """How the members of a communicator lie on the nodes; nodes that scale-up links join (NVL72) count as one."""
 
     ranks: int
     nodes: int
@@ -39,9 +39,9 @@ class Group:
         return self.ranks == self.nodes * self.ranks_per_node
 
 
-def group_of(ranks: Sequence[int], devices_per_node: int) -> Group:
+def group_of(ranks: Sequence[int], domain_devices: int) -> Group:
     """Members of a communicator, by global rank; ranks fill the nodes in order."""
-    per_node = Counter(rank // devices_per_node for rank in ranks)
+    per_node = Counter(rank // domain_devices for rank in ranks)
     return Group(len(ranks), len(per_node), max(per_node.values()))
 
 

@@ -106,7 +106,7 @@ class LayoutCosts:
     @cached_property
     def _crossings(self) -> tuple[bool, ...]:
         boundaries = range(self.layout.pipeline_parallel_degree - 1)
-        return tuple(boundary_crosses_nodes(self.layout, s, self.work.devices_per_node) for s in boundaries)
+        return tuple(boundary_crosses_nodes(self.layout, s, self.work.domain_devices) for s in boundaries)
 
     @cached_property
     def gathered_bytes(self) -> int:
@@ -140,7 +140,7 @@ def layout_costs(work: Workload, layout: Layout) -> LayoutCosts:
     layout.check_devices(work.devices)
     micro_batches = layout.micro_batches(work.job.global_batch_size)
     rows = _rows(work, layout)
-    groups = groups_of(layout, work.devices_per_node)
+    groups = groups_of(layout, work.domain_devices)
     priced: dict[tuple[int, int], dict[RecomputeMode, LayerCost]] = {}
     layers = []
     for layer, options in zip(work.profile.layers, rows, strict=True):
@@ -174,14 +174,14 @@ class Groups:
     """Those of them that hold the same experts."""
 
 
-def groups_of(layout: Layout, devices_per_node: int) -> Groups:
+def groups_of(layout: Layout, domain_devices: int) -> Groups:
     """The communicators of a layout."""
     return Groups(
-        tensor=widest_tensor_group(layout, devices_per_node),
-        context=widest_context_group(layout, devices_per_node),
-        expert=widest_expert_group(layout, devices_per_node),
-        data=widest_data_group(layout, devices_per_node),
-        expert_data=widest_expert_data_group(layout, devices_per_node),
+        tensor=widest_tensor_group(layout, domain_devices),
+        context=widest_context_group(layout, domain_devices),
+        expert=widest_expert_group(layout, domain_devices),
+        data=widest_data_group(layout, domain_devices),
+        expert_data=widest_expert_data_group(layout, domain_devices),
     )
 
 

@@ -52,7 +52,7 @@ def shared_costs(
     """Parameters that several layers use, priced; a copy is split over tensor-parallel ranks if some user's is."""
     order = {layer.name: index for index, layer in enumerate(work.profile.layers)}
     ogp, data = work.recipe, layout.data_parallel_degree * layout.context_parallel_degree
-    between = work.inter_node if layout.devices > work.devices_per_node and work.inter_node else work.intra_node
+    between = work.inter_node if layout.devices > work.domain_devices and work.inter_node else work.intra_node
     shards = [data if layout.zero_stage >= level else 1 for level in (3, 2, 1)]
     costs = []
     for one in work.profile.shared_parameters:

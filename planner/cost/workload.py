@@ -9,7 +9,7 @@ from typing import Any
 from planner.errors import DocumentError, MismatchError, UnsupportedError
 from planner.spec.calibration import DEFAULT, Constants, constants_for
 from planner.spec.cluster import Cluster, DeviceSpec, Link
-from planner.spec.devices import catalogue, find_device, links_of
+from planner.spec.devices import catalogue, domain_of, find_device, links_of
 from planner.spec.frameworks import Framework, find_framework
 from planner.spec.job import COMPUTE_TYPE, Job
 from planner.spec.profile import LayerProfile, Measurement, ModelProfile, RecomputeMode
@@ -43,6 +43,11 @@ class Workload:
     def devices(self) -> int:
         """Number of devices of the cluster."""
         return self.nodes * self.devices_per_node
+
+    @cached_property
+    def domain_devices(self) -> int:
+        """Devices that reach each other by `intra_node`: a node's, or those of several nodes (NVL72)."""
+        return domain_of(self.cluster.node_groups[0])
 
     @property
     def recipe(self) -> OgpRecipe:

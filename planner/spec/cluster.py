@@ -125,9 +125,10 @@ class NodeGroup(Document):
     nodes: int = Field(ge=1)
     devices_per_node: int = Field(ge=1)
     intra_node: Link | None = None
-    """None: by the device's scale-up links, else over the host."""
+    """Also between nodes that these links join (NVL72). None: by the device's scale-up links, else over the host."""
     inter_node: Link | None = None
-    """None: by the device's network."""
+    """Between the domains, where scale-up links join several nodes and the group is larger. None: by the device's
+    network."""
     price_per_hour: float | None = Field(default=None, ge=0)
     """Of one device of this group, in the user's currency; None: the device's."""
 

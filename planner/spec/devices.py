@@ -99,17 +99,19 @@ def _holds(text: str, words: list[str]) -> bool:
 
 
 def links_of(group: NodeGroup, *, field: str = "node_groups[0]") -> tuple[Link, Link | None]:
-    """Links inside and between the nodes of a group: the user's, else the device's. One node needs no second link.
+    """Links inside and between the domains of a group: the user's, else the device's. One domain needs no second link.
+
+    A domain is a node, except where scale-up links join several nodes: `domain_of`.
 
     Raises:
         DocumentError: neither the group nor the device tells a link that the group needs.
     """
     device = _known(group.device)
     intra = group.intra_node or (link_within(device, group.devices_per_node) if device else None)
-    inter = group.inter_node or (_link_between_nodes(device, group) if device else None)
+    inter = group.inter_node or (_link_between_domains(device, group) if device else None)
     if intra is None and group.devices_per_node > 1:
         raise _missing_link(f"{field}.intra_node")
-    if inter is None and group.nodes > 1:
+    if inter is None and group.nodes * group.devices_per_node > domain_of(group):
         raise _missing_link(f"{field}.inter_node")
     return intra or Link(latency_seconds=0.0, bandwidth_bytes_per_second=1e12), inter
 
@@ -128,10 +130,26 @@ def link_within(device: DeviceSpec, devices: int) -> Link | None:
     return _link(device.host_bandwidth_bytes_per_second, INTRA_NODE_LATENCY_SECONDS)
 
 
-def _link_between_nodes(device: DeviceSpec, group: NodeGroup) -> Link | None:
-    """The network, unless the scale-up domain holds all nodes of the group (NVIDIA GB200 NVL72: 18 nodes)."""
-    if device.scale_up is not None and group.nodes * group.devices_per_node <= device.scale_up.domain_devices:
-        return _link(device.scale_up.bandwidth_bytes_per_second, device.scale_up.latency_seconds)
+def domain_of(group: NodeGroup) -> int:
+    """Devices of the group that reach each other by `intra_node`: a node's, or those of all nodes of a scale-up domain.
+
+    NVIDIA GB200 NVL72: 18 nodes of 4. A node with fewer devices than its kind usually has (4 of 8) is still a domain by
+    itself, and so is every node where the group tells a link between its nodes and one domain could hold them all.
+    """
+    device, one = _known(group.device), group.devices_per_node
+    if device is None or device.scale_up is None:
+        return one
+    wide, usual = device.scale_up.domain_devices, catalogue().get(device.id)
+    nodes = min(wide // one, wide // usual.devices_per_node if usual else wide)
+    if group.inter_node is not None and group.nodes <= nodes:
+        return one
+    return one * max(1, nodes)
+
+
+def _link_between_domains(device: DeviceSpec, group: NodeGroup) -> Link | None:
+    """The network; None where one domain holds the whole group."""
+    if group.nodes * group.devices_per_node <= domain_of(group):
+        return None
     return _link(device.network_bandwidth_bytes_per_second, INTER_NODE_LATENCY_SECONDS)
 
 

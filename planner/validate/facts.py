@@ -10,7 +10,7 @@ from functools import cached_property
 from planner.errors import UnsupportedError
 from planner.spec.calibration import Constants, constants_for
 from planner.spec.cluster import Cluster, DeviceSpec, Link, NodeGroup
-from planner.spec.devices import catalogue, find_device, links_of
+from planner.spec.devices import catalogue, domain_of, find_device, links_of
 from planner.spec.job import Job
 from planner.spec.layout import Layout
 from planner.spec.plan import Plan, RankPlacement
@@ -22,7 +22,7 @@ Coordinate = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How the members of one communicator lie on the nodes."""
+    """How the members of one communicator lie on the nodes; nodes that scale-up links join count as one."""
 
     ranks: int
     nodes: int
@@ -81,7 +81,10 @@ class Facts:
         tensor, context and expert ranks exchange activations; data ranks (context ranks among them, whose gradients
         are of other tokens) sum gradients; expert_data are those of them that hold the same experts.
         """
-        return {name: _widest((coordinate(row), row.node) for row in self.placement) for name, coordinate in self._axes}
+        return {
+            name: _widest((coordinate(row), self._domain(row)) for row in self.placement)
+            for name, coordinate in self._axes
+        }
 
     @property
     def _axes(self) -> tuple[tuple[str, Callable[[RankPlacement], Coordinate]], ...]:
@@ -97,8 +100,16 @@ class Facts:
 
     @cached_property
     def is_one_node(self) -> bool:
-        """Do all ranks stand on the same node?"""
-        return len({row.node for row in self.placement}) == 1
+        """Do all ranks stand on the same node, or on nodes that scale-up links join?"""
+        return len({self._domain(row) for row in self.placement}) == 1
+
+    def _domain(self, row: RankPlacement) -> int:
+        """Number of the domain that the rank stands in: its node's, unless scale-up links join several nodes."""
+        return row.node // self._domain_nodes
+
+    @cached_property
+    def _domain_nodes(self) -> int:
+        return domain_of(self.nodes) // self.nodes.devices_per_node
 
     @cached_property
     def boundary_links(self) -> tuple[Link, ...]:
@@ -107,7 +118,7 @@ class Facts:
         With several stages per rank every boundary is held to the slowest link between neighbouring pipeline ranks.
         """
         ranks, each = self.layout.pipeline_parallel_degree, self.layout.virtual_stages_per_rank
-        node = {(row.pipeline, (row.data, row.tensor, row.context)): row.node for row in self.placement}
+        node = {(row.pipeline, (row.data, row.tensor, row.context)): self._domain(row) for row in self.placement}
         crossed = {rank for (rank, peer), at in node.items() if node.get((rank + 1, peer), at) != at}
         boundaries = range(ranks * each - 1)
         return tuple(

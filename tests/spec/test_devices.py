@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from planner.errors import DocumentError, UnknownNameError
-from planner.spec import DeviceSpec, NodeGroup, ScaleUp
+from planner.spec import DeviceSpec, Link, NodeGroup, ScaleUp
 from planner.spec.devices import (
     ASSUMED,
     DEFAULT_ACHIEVABLE_FRACTION,
     SOURCES,
     catalogue,
     device_price_per_hour,
+    domain_of,
     find_device,
     links_of,
     nearest_devices,
@@ -94,8 +95,41 @@ def test_a_bridge_joins_two_cards() -> None:
 def test_a_scale_up_domain_may_hold_many_nodes() -> None:
     """18 nodes of 4 are one NVL72 rack, linked by NVLink also between nodes; a 19th needs the network."""
     rack, room = (group("gb200-nvl72-186gb", nodes=nodes, devices_per_node=4) for nodes in (18, 19))
-    assert bandwidths(rack) == (900e9, 900e9)
+    assert bandwidths(rack) == (900e9, None)
     assert bandwidths(room) == (900e9, 50e9)
+    assert domain_of(rack) == domain_of(room) == 72
+
+
+@pytest.mark.parametrize(
+    ("device", "nodes", "devices_per_node", "domain"),
+    [
+        ("gb200-nvl72-186gb", 36, 2, 36),
+        ("gb200-nvl72-186gb", 2, 72, 72),
+        ("gb200-nvl72-186gb", 18, 8, 72),
+        ("h100-sxm5-80gb", 2, 8, 8),
+        ("h100-sxm5-80gb", 2, 4, 4),
+        ("h100-sxm5-80gb", 8, 1, 1),
+        ("a100-pcie-80gb", 2, 8, 8),
+        ("gh200-96gb", 4, 1, 1),
+    ],
+)
+def test_domains_hold_whole_nodes(device: str, nodes: int, devices_per_node: int, domain: int) -> None:
+    """A rack holds 18 nodes, however many of their devices are used, and at most 72; other devices end at their node,
+    also where only a part of it is used."""
+    assert domain_of(group(device, nodes=nodes, devices_per_node=devices_per_node)) == domain
+
+
+def test_parts_of_nodes_are_joined_by_the_network() -> None:
+    """Four devices of an eight-device node do not reach those of another node by the switch inside it."""
+    assert bandwidths(group("h100-sxm5-80gb", nodes=2, devices_per_node=4)) == (450e9, 50e9)
+
+
+def test_a_link_between_nodes_makes_every_node_a_domain() -> None:
+    """Who tells how the nodes of one rack reach each other is believed; beyond a rack it is the link between racks."""
+    told = Link(latency_seconds=0.0, bandwidth_bytes_per_second=1e9)
+    rack, room = (group("gb200-nvl72-186gb", nodes=n, devices_per_node=4, inter_node=told) for n in (18, 36))
+    assert (domain_of(rack), domain_of(room)) == (4, 72)
+    assert bandwidths(rack) == bandwidths(room) == (900e9, 1e9)
 
 
 def test_own_devices_bring_their_links() -> None:
