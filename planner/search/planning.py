@@ -104,12 +104,13 @@ def plan(request: PlanRequest, profile: ModelProfile, *, callbacks: Callbacks | 
     deadline = time.monotonic() + request.options.time_limit_seconds
     ended = contest(request, profile, callbacks)
     work, space = ended.winner.work, ended.winner.space
+    limits = _limits(request.options, callbacks, deadline)
     if not space.families:
-        return Infeasible(reasons=space.reasons)
+        helps = remedies(work, (), limits)
+        return Infeasible(reasons=(*space.reasons, *map(remedy_text, helps)), relaxations=helps)
     found = _found(ended, request.options.top)
     if ended.missed_seconds is not None:
         return _too_slow(request.job, ended)
-    limits = _limits(request.options, callbacks, deadline)
     if not found.candidates:
         return _infeasible(work, space, found, limits)
     answer = _answer(request, work, found)

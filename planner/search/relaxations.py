@@ -37,6 +37,8 @@ BRIEF_WORK = 300
 _ENDLESS = Options(time_limit_seconds=86400.0)
 _SHARES = (16, 4, 1)
 """More memory by these parts of what there is, rounded down to a power of two: 4, 16 and 64 GiB more beside 80 GB."""
+_LEAST_GAIN = 1e-4
+"""Less is not worth a sentence."""
 _MOST_TIMES = 8
 """As many nodes, where nothing fits on those there are."""
 
@@ -75,21 +77,31 @@ def relaxations(best: Candidate, limits: Limits) -> tuple[Relaxation, ...]:
     """What relaxing gains, each limit by itself: (X1); only what gains."""
     work = best.costs.work
     per_sample = best.ticks / work.job.global_batch_size
-    found = []
+    found: list[Relaxation] = []
+    by_memory = 0.0
     for change in (*_memory_changes(work), *_without_constraints(work), *_batches(work)):
         if limits.should_stop():
             break
-        ceiling = int(per_sample * change.job.global_batch_size)
-        state = _searched(work.profile, change, limits, ceiling)
+        state = _searched(work.profile, change, limits, int(per_sample * change.job.global_batch_size))
         if state is not None and state.best is not None:
             gain = 1 - state.best.ticks / change.job.global_batch_size / per_sample
-            found.append(_row(change, state, gain))
-    return tuple(one for one in found if one.gain is None or one.gain > 1e-4)
+            is_memory = change.constraint == "memory"
+            if gain > (by_memory if is_memory else 0.0) + _LEAST_GAIN:  # still more memory may gain no more
+                by_memory = gain if is_memory else by_memory
+                found.append(_row(change, state, gain))
+    return tuple(found)
 
 
 def remedies(work: Workload, nearest: tuple[Miss, ...], limits: Limits) -> tuple[Relaxation, ...]:
-    """Changes with which something fits, where nothing does: (X3)."""
-    several = (*_missing_memory(work, nearest), *_headroom(work), *_without_constraints(work))
+    """Changes with which something fits, where nothing does: (X3).
+
+    Args:
+        work: for which nothing fits.
+        nearest: what would fit with more memory; nothing: there is no layout at all, whatever the memory.
+        limits: of the work.
+    """
+    memory = (*_missing_memory(work, nearest), *_headroom(work)) if nearest else tuple(_batches(work))
+    several = (*memory, *_without_constraints(work))
     found = [_remedy(work.profile, change, limits) for change in several]
     grown = (_remedy(work.profile, change, limits) for change in _more_nodes(work))
     found.append(next((one for one in grown if one is not None), None))

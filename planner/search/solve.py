@@ -369,16 +369,18 @@ def bounded(work: Workload, layout: Layout, wish: tuple[str, ...]) -> Open:
 
 def unfit(work: Workload, space: Space) -> Iterator[LayoutCosts]:
     """Layouts among which the nearest miss is: of the families that need least when all is spread evenly."""
-    priced: list[tuple[float, int, Family, LayoutCosts]] = []
+    priced: list[tuple[float, int, Family]] = []
     for family in space.families:
         order = next((one for one in family.orders if not one.is_dealt), None)
         if order is not None:
             costs = layout_costs(work, family.layout(family.zero_stages[-1], order))
-            priced.append((_even_share(costs), len(priced), family, costs))
-    for _, _, family, costs in heapq.nsmallest(_NEAREST, priced):
-        for order in family.orders:
-            if not order.is_dealt:
-                yield replace(costs, layout=family.layout(family.zero_stages[-1], order))
+            priced.append((_even_share(costs), len(priced), family))
+    for _, _, family in heapq.nsmallest(_NEAREST, priced):
+        for zero_stage in family.zero_stages:
+            costs = layout_costs(work, family.layout(zero_stage, family.orders[0]))
+            for order in family.orders:
+                if not order.is_dealt:
+                    yield replace(costs, layout=family.layout(zero_stage, order))
 
 
 def _even_share(costs: LayoutCosts) -> float:

@@ -1,0 +1,193 @@
+"""Relaxed limits and remedies against plans of the relaxed problem itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from planner.search import Callbacks, plan
+from planner.search.words import gibibytes
+from planner.spec import Cluster, Infeasible, Job, ModelProfile, Plan
+from planner.spec.plan import Relaxation
+from planner.validate import check
+from tests.builders import cluster, job, layer, profile, request, with_recompute
+
+MIB = 2**20
+
+
+def heavy() -> ModelProfile:
+    """Layers that keep much and can recompute, so that memory decides."""
+    return with_recompute(activation=20 * MIB, kept=MIB, parameters=100_000)
+
+
+def full(model: ModelProfile, machines: Cluster, step: Job, **options: Any) -> Plan:
+    """The plan with its relaxed limits."""
+    found = plan(request(model, machines, step, explain="full", **options), model)
+    assert isinstance(found, Plan)
+    return found
+
+
+def by_name(rows: tuple[Relaxation, ...]) -> dict[str, Relaxation]:
+    """Rows by what is changed."""
+    return {one.change: one for one in rows}
+
+
+@pytest.mark.parametrize("memory", [40, 64, 100])
+def test_more_memory_gains_what_a_plan_with_more_memory_gains(memory: int) -> None:
+    """Every amount told is the optimum on devices with that much more, and where none is told nothing is gained."""
+    step = job(16, pipeline_parallel_degree=2, schedule="1f1b")
+    found = full(heavy(), cluster(2, memory_bytes=memory * MIB), step)
+    told, best = by_name(found.relaxations), found.prediction.step_seconds
+    for share in (16, 4, 1):
+        extra = 1 << (memory * MIB // share).bit_length() - 1
+        better = plan(request(heavy(), cluster(2, memory_bytes=memory * MIB + extra), step), heavy())
+        assert isinstance(better, Plan)
+        row = told.pop(f"{gibibytes(extra)} more per device", None)
+        if row is None:
+            assert better.prediction.step_seconds == pytest.approx(best, rel=1e-4)
+        else:
+            best = row.step_seconds
+            assert row.optimal
+            assert row.step_seconds == pytest.approx(better.prediction.step_seconds)
+            assert row.gain == pytest.approx(1 - row.step_seconds / found.prediction.step_seconds)
+    assert check(found, heavy()).problems == ()
+
+
+def test_a_headroom_in_parts_stays_in_bytes() -> None:
+    """More memory is more that the job may use, to the byte, whatever the headroom."""
+    step = job(16, headroom=0.5, pipeline_parallel_degree=2, schedule="1f1b")
+    found = full(heavy(), cluster(2, memory_bytes=80 * MIB), step)
+    row = by_name(found.relaxations)["8 MiB more per device"]
+    wide = cluster(2, memory_bytes=48 * MIB)  # 40 MiB that the job may use, and 8 more
+    better = plan(request(heavy(), wide, job(16, pipeline_parallel_degree=2, schedule="1f1b")), heavy())
+    assert isinstance(better, Plan)
+    assert row.step_seconds == pytest.approx(better.prediction.step_seconds)
+
+
+def test_a_constraint_costs_what_the_job_without_it_gains() -> None:
+    """Each constraint by itself; one that costs nothing is not told."""
+    model = profile(layer(parameters=1000, output=1000) * 4, sizes=(1, 2))
+    found = full(model, cluster(4), job(16, pipeline_parallel_degree=4, schedule="gpipe"))
+    told = by_name(found.relaxations)
+    free = plan(request(model, cluster(4), job(16, schedule="gpipe")), model)
+    assert isinstance(free, Plan)
+    row = told["without pipeline_parallel_degree = 4"]
+    assert row.constraint == "constraints.pipeline_parallel_degree"
+    assert row.step_seconds == pytest.approx(free.prediction.step_seconds)
+    assert any("Without pipeline_parallel_degree = 4" in sentence for sentence in found.explanation)
+    idle = full(model, cluster(4), job(16, data_parallel_degree={"min": 1}))
+    assert not any(one.constraint.startswith("constraints") for one in idle.relaxations)
+
+
+def test_a_batch_that_does_not_divide_costs_per_sample() -> None:
+    """Three devices share nine samples better than eight: the gain is per sample."""
+    model = profile(layer(parameters=100_000, output=10**6) * 4)
+    found = full(model, cluster(3), job(8))
+    rows = {one.change: one for one in found.relaxations if one.constraint == "global_batch_size"}
+    better = plan(request(model, cluster(3), job(9)), model)
+    assert isinstance(better, Plan)
+    row = rows["a global batch of 9"]
+    per_sample = better.prediction.step_seconds / 9
+    assert row.gain == pytest.approx(1 - per_sample / (found.prediction.step_seconds / 8))
+    assert check(found, model).problems == ()
+
+
+def test_brief_relaxes_nothing() -> None:
+    """What costs time is done only when asked for."""
+    step = job(16, pipeline_parallel_degree=2, schedule="1f1b")
+    found = plan(request(heavy(), cluster(2, memory_bytes=64 * MIB), step), heavy())
+    assert isinstance(found, Plan)
+    assert found.relaxations == ()
+
+
+def test_the_caller_may_stop_it() -> None:
+    """Stopped as soon as the plan is proven, nothing is relaxed."""
+    machines, step = cluster(2, memory_bytes=64 * MIB), job(16, schedule="1f1b", pipeline_parallel_degree=2)
+    calls = [0]
+
+    def count() -> bool:
+        calls[0] += 1
+        return False
+
+    plan(request(heavy(), machines, step), heavy(), callbacks=Callbacks(should_stop=count))
+    left = iter([False] * calls[0])
+    asked = request(heavy(), machines, step, explain="full")
+    found = plan(asked, heavy(), callbacks=Callbacks(should_stop=lambda: next(left, True)))
+    assert isinstance(found, Plan)
+    assert found.search.optimal
+    assert found.relaxations == ()
+    assert full(heavy(), machines, step).relaxations
+
+
+def remedies(model: ModelProfile, machines: Cluster, step: Job) -> dict[str, Relaxation]:
+    """What would help, by constraint."""
+    found = plan(request(model, machines, step), model)
+    assert isinstance(found, Infeasible)
+    assert len(found.reasons) == 2 + len(found.relaxations)
+    return {one.constraint: one for one in found.relaxations}
+
+
+def fits(model: ModelProfile, machines: Cluster, step: Job) -> bool:
+    """Is there a plan?"""
+    return isinstance(plan(request(model, machines, step), model), Plan)
+
+
+def test_missing_memory_is_enough_and_no_byte_less() -> None:
+    """With the memory told a plan fits; a byte less and none of these schedules does."""
+    model, memory, step = heavy(), 4 * MIB, job(8, schedule=("gpipe", "1f1b"))
+    found = plan(request(model, cluster(4, memory_bytes=memory), step), model)
+    assert isinstance(found, Infeasible)
+    extra = found.nearest[0].missing_bytes
+    row = remedies(model, cluster(4, memory_bytes=memory), step)["memory"]
+    assert row.gain is None
+    assert row.change == f"{gibibytes(extra)} more per device"
+    assert fits(model, cluster(4, memory_bytes=memory + extra), step)
+    assert not fits(model, cluster(4, memory_bytes=memory + extra - 1), step)
+
+
+def test_the_constraint_that_forbids_recomputation_is_found() -> None:
+    """Without recomputation nothing fits; without that constraint something does, and the answer says so."""
+    model, machines = heavy(), cluster(4, memory_bytes=20 * MIB)
+    found = remedies(model, machines, job(8, recompute="none"))
+    assert found["constraints.recompute"].change == "without recompute = none"
+    assert fits(model, machines, job(8))
+
+
+def test_the_headroom_is_found() -> None:
+    """What the headroom keeps would be enough."""
+    model = heavy()
+    least = next(size for size in range(1, 64) if fits(model, cluster(4, memory_bytes=size * MIB), job(8)))
+    found = remedies(model, cluster(4, memory_bytes=least * MIB), job(8, headroom=0.5))
+    assert found["memory_headroom"].change == "no memory headroom"
+
+
+def test_more_nodes_are_found() -> None:
+    """A model too large for one node fits on more: as many as told, and not on one node less."""
+    model = profile(layer(parameters=1_000_000) * 16)
+    memory = 60_000_000
+    row = remedies(model, cluster(1, memory_bytes=memory), job(16, zero_stage=0))["devices"]
+    more = int(row.change.split()[0])
+    assert fits(model, cluster(1 + more, nodes=1 + more, memory_bytes=memory), job(16, zero_stage=0))
+    assert row.layout.devices == 1 + more
+
+
+def test_without_any_layout_the_nearest_batch_is_found() -> None:
+    """Eight samples over three devices and two layers: no layout at all; six and nine have one."""
+    model = profile(layer() * 2)
+    found = plan(request(model, cluster(3), job(8)), model)
+    assert isinstance(found, Infeasible)
+    assert [one.change for one in found.relaxations] == ["a global batch of 6", "a global batch of 9"]
+    assert any("a global batch of 9: a plan fits" in reason for reason in found.reasons)
+    assert fits(model, cluster(3), job(9))
+
+
+def test_without_any_layout_the_constraint_is_found() -> None:
+    """A constraint that no layout meets: without it there is a plan."""
+    model = profile(layer() * 2)
+    found = plan(request(model, cluster(2), job(8, data_parallel_degree=2, pipeline_parallel_degree=2)), model)
+    assert isinstance(found, Infeasible)
+    assert {one.constraint for one in found.relaxations} >= {
+        "constraints.data_parallel_degree",
+        "constraints.pipeline_parallel_degree",
+    }
