@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from planner.errors import UnsupportedError
@@ -78,6 +79,31 @@ def test_shard_keeps_what_distributed_tensors_keep(family: str, two_ranks, write
     random_state = 24  # of the CUDA kernel
     (kind,) = (layer.kind for layer in source.cut().layers[1:2])
     assert row[kind].activation_bytes - random_state + tables == kept
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
+def test_a_recomputing_shard_keeps_its_input_alone(family: str, two_ranks, write_config):
+    """Under full recomputation a block of DTensors allocates what the whole block does, to the byte: what its shards
+    read and exchange is gone after the forward, as it is counted."""
+    source = load_model(write_config(family))
+    whole, sharded = (source.cut().layer(source.build(), 1, recompute="full") for _ in range(2))
+    for name, style in tensor_parallel.split_modules(sharded, tensor_parallel.plan(source)).items():
+        if style in STYLES:
+            parallelize_module(sharded.get_submodule(name), two_ranks, STYLES[style](), src_data_rank=None)
+    hidden = torch.randn(3, 20, 32, requires_grad=True)
+    assert _grown_bytes(sharded, hidden) == _grown_bytes(whole, hidden)
+    sizes = {"micro_batch_size": 3, "sequence_length": 20, "recompute": "full"}
+    counted = [count(source, tensor_parallel_degree=degree, **sizes)[source.cut().layers[1].kind] for degree in (1, 2)]
+    assert [row.activation_bytes for row in counted] == [hidden.nbytes] * 2
+
+
+def _grown_bytes(block: torch.nn.Module, hidden: torch.Tensor) -> int:
+    """Allocated less freed bytes of a forward whose output is held."""
+    block(hidden)  # what is made once
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        output = block(hidden)
+    assert output.requires_grad
+    return sum(event.self_cpu_memory_usage for event in seen.key_averages())
 
 
 def test_opt_splits_by_the_heads_of_the_rank(two_ranks, write_config):
