@@ -6,11 +6,12 @@ import random
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from hypothesis import HealthCheck, given, settings
 
-from benchmarks.search_rows import CHECKED, PROVEN_GAP, Planned, Row
+from benchmarks.search_rows import CHECKED, NOT_SEARCHED, Planned, Row
 from planner.errors import PlannerError
 from planner.search import make_request, plan
 from planner.spec import Cluster, Infeasible, Job, Link, ModelProfile, NodeGroup, Options, Plan
@@ -61,7 +62,7 @@ def small(count: int) -> list[Row]:
             target="equals brute force, always",
             result=f"{run} instances, {len(wrong)} mismatches",
             met=not wrong,
-            checked=str(complaints[0]) if complaints else CHECKED,
+            checked=_checked(complaints),
             is_exact=not wrong,
         )
     ]
@@ -77,7 +78,7 @@ def large(case: str, model: str, device: str, devices: int, samples: int, second
         samples,
         target=f"proven <= {seconds:g} s" + (", <= 1 GiB" if devices > LAYERS_DEVICES else ""),
         limit=limit,
-        meets=lambda made: made.gap <= PROVEN_GAP and made.seconds <= seconds and made.peak_memory_bytes <= MOST_BYTES,
+        meets=lambda made: made.is_proven and made.seconds <= seconds and made.peak_memory_bytes <= MOST_BYTES,
     )
     return [row]
 
@@ -90,7 +91,7 @@ def on_devices(devices: int, limit: float) -> list[Row]:
         lambda: counted_profile(GROWTH_MODEL, sequence_length=SEQUENCE_LENGTH),
         _cluster(devices),
         GROWTH_SAMPLES,
-        target="time grows slower than linearly",
+        target="proven",
         limit=limit,
         size=devices,
     )
@@ -105,7 +106,7 @@ def of_layers(layers: int, limit: float) -> list[Row]:
         lambda: equal_layers(layers),
         _cluster(LAYERS_DEVICES),
         GROWTH_SAMPLES,
-        target="time grows slower than linearly",
+        target="proven",
         limit=limit,
         size=layers,
     )
@@ -132,7 +133,7 @@ def different(layers: int) -> list[Row]:
         256,
         target=f"proven or gap <= {DIFFERENT_GAP:.0%} in {DIFFERENT_SECONDS:g} s",
         limit=DIFFERENT_SECONDS,
-        meets=lambda made: made.gap <= DIFFERENT_GAP,
+        meets=lambda made: made.is_within(DIFFERENT_GAP),
         sequence_length=builders.SEQUENCE_LENGTH,
     )
     return [row]
@@ -185,7 +186,7 @@ def heterogeneous() -> list[Row]:
             256,
             target=target,
             limit=DIFFERENT_SECONDS,
-            meets=lambda made: made.gap <= DIFFERENT_GAP,
+            meets=lambda made: made.is_within(DIFFERENT_GAP),
         )
     except PlannerError as error:
         return [Row("skips", name, target, f"refused: {error.problems[0].message}", met=False)]
@@ -209,7 +210,7 @@ def _planned(
     *,
     target: str,
     limit: float,
-    meets: Callable[[Planned], bool] = lambda made: made.gap <= PROVEN_GAP,
+    meets: Callable[[Planned], bool] = lambda made: made.is_proven,
     size: int = 0,
     sequence_length: int = SEQUENCE_LENGTH,
 ) -> Row:
@@ -221,35 +222,37 @@ def _planned(
     loaded, processor = time.perf_counter(), time.process_time()
     found = plan(request, profile)
     ended, processor = time.perf_counter(), time.process_time() - processor
-    if isinstance(found, Infeasible):
-        return Row(case, name, target, f"no plan: {found.reasons[0]}", met=False, size=size)
     made = _measured(found, ended - loaded, processor, loaded - began)
-    problems = check(found, profile).problems
-    proof = "proven" if made.gap <= PROVEN_GAP else f"gap {made.gap:.2%}"
+    problems = check(found, profile).problems if isinstance(found, Plan) else ()
     return Row(
         case=case,
         name=name,
         target=target,
-        result=proof,
+        result=made.result,
         met=meets(made),
-        checked=str(problems[0]) if problems else CHECKED,
+        checked=_checked(problems) if isinstance(found, Plan) else NOT_SEARCHED,
         planned=made,
         size=size,
     )
 
 
-def _measured(found: Plan, seconds: float, processor: float, profile: float) -> Planned:
-    return Planned(
+def _checked(problems: Sequence[object]) -> str:
+    return str(problems[0]) if problems else CHECKED
+
+
+def _measured(found: Plan | Infeasible, seconds: float, processor: float, profile: float) -> Planned:
+    took = Planned(
         seconds=seconds,
         processor_seconds=processor,
         profile_seconds=profile,
         peak_memory_bytes=peak_memory_bytes(),
-        layouts_considered=found.search.layouts_considered,
-        layouts_solved=found.search.layouts_solved,
-        gap=found.search.gap,
-        step_seconds=found.prediction.step_seconds,
-        layout=found.layout.model_dump(mode="json"),
+        layouts_considered=found.search.layouts_considered if found.search else 0,
+        layouts_solved=found.search.layouts_solved if found.search else 0,
     )
+    if isinstance(found, Infeasible):
+        return took
+    layout = found.layout.model_dump(mode="json")
+    return replace(took, gap=found.search.gap, step_seconds=found.prediction.step_seconds, layout=layout)
 
 
 def peak_memory_bytes() -> int:

@@ -35,9 +35,26 @@ class Planned:
     """Of the process, before the plan is checked."""
     layouts_considered: int
     layouts_solved: int
-    gap: float
-    step_seconds: float
-    layout: dict[str, Any]
+    gap: float | None = None
+    """None: no plan was found."""
+    step_seconds: float | None = None
+    layout: dict[str, Any] | None = None
+
+    def is_within(self, gap: float) -> bool:
+        """A plan was found, and is proven to be so near to the optimum."""
+        return self.gap is not None and self.gap <= gap
+
+    @property
+    def is_proven(self) -> bool:
+        """The plan is the optimum."""
+        return self.is_within(PROVEN_GAP)
+
+    @property
+    def result(self) -> str:
+        """In words."""
+        if self.gap is None:
+            return "no plan"
+        return "proven" if self.is_proven else f"gap {self.gap:.2%}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from benchmarks.search_rows import NOT_SEARCHED, PROVEN_GAP, Planned, Row, exponent
+from benchmarks.search_rows import NOT_SEARCHED, Planned, Row, exponent
 from planner.cli.console import table
 from planner.cli.units import gibibytes
 
@@ -29,7 +29,7 @@ def _grown(case: str, name: str, rows: Sequence[Row]) -> Row:
     made = {row.size: row.planned for row in rows if row.planned is not None}
     clock = exponent([(size, one.seconds) for size, one in made.items()])
     processor = exponent([(size, one.processor_seconds) for size, one in made.items()])
-    is_proven = all(one.gap <= PROVEN_GAP for one in made.values())
+    is_proven = all(one.is_proven for one in made.values())
     return Row(
         case=f"growth, {case}",
         name=f"{name}, {min(made)} to {max(made)}",
