@@ -24,6 +24,7 @@ last digit. Per layer l, recompute mode r, micro-batch:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -42,6 +43,7 @@ from planner.cost.shared import SharedCost, SkipCost, shared_costs, skip_costs
 from planner.cost.ticks import ticks
 from planner.cost.workload import Workload, modes_of
 from planner.errors import MismatchError, UnsupportedError
+from planner.spec.cluster import Link
 from planner.spec.layout import Layout
 from planner.spec.profile import BYTES_PER_ELEMENT, CollectiveName, Measurement, RecomputeMode
 from planner.spec.recipes import OgpRecipe, ParameterCount, recipe
@@ -122,11 +124,25 @@ class LayoutCosts:
 
     def transfer_ticks(self, boundary: int, last_layer: int) -> int:
         """Ticks from stage `boundary` to the next when its last layer is this one: equation (T5)."""
-        work = self.work
+        return self.transfers_behind(boundary)[last_layer]
+
+    def transfers_behind(self, boundary: int) -> tuple[int, ...]:
+        """`transfer_ticks` of every layer that may be the stage's last."""
         crosses = any(self._crossings) if self.layout.virtual_stages_per_rank > 1 else self._crossings[boundary]
-        link = work.inter_node if crosses and work.inter_node else work.intra_node
-        chunk_bytes = -(-self.boundary_bytes(last_layer) // self.layout.sequence_chunks)
-        return ticks(transfer_seconds(chunk_bytes, link))
+        return self._transfers_between if crosses and self.work.inter_node else self._transfers_inside
+
+    @cached_property
+    def _transfers_inside(self) -> tuple[int, ...]:
+        return tuple(self._transfers(self.work.intra_node))
+
+    @cached_property
+    def _transfers_between(self) -> tuple[int, ...]:
+        return tuple(self._transfers(self.work.inter_node or self.work.intra_node))
+
+    def _transfers(self, link: Link) -> Iterator[int]:
+        for layer in range(len(self.layers)):
+            chunk_bytes = -(-self.boundary_bytes(layer) // self.layout.sequence_chunks)
+            yield ticks(transfer_seconds(chunk_bytes, link))
 
 
 def layout_costs(work: Workload, layout: Layout) -> LayoutCosts:

@@ -20,7 +20,10 @@ They are cheap and weak; a layout that they leave open is bounded over its segme
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Self
 
 from planner.cost import LayerCost, LayoutCosts, reserved_bytes
 from planner.errors import UnsupportedError
@@ -44,15 +47,48 @@ def warm_ups(costs: LayoutCosts) -> tuple[int, ...]:
     return tuple(min(costs.micro_batches, ranks - rank) for rank in range(ranks))
 
 
-def any_order_bound(costs: LayoutCosts, modes: Sequence[Sequence[LayerCost]]) -> int:
-    """Ticks that no stage map beats under any schedule, with any number of stages per rank: (B1), (B3)'s mean, (B4)."""
-    count, stages = costs.micro_batches, costs.layout.pipeline_parallel_degree
-    least = {id(options): work_of(options) for options in modes}
-    work = sum(least[id(options)][0] for options in modes)
-    longest = max(each[0] for each in least.values())
-    mean = -(-(count * work + _all_tails(costs, modes)) // stages)
-    passing = sum(least[id(options)][1] for options in modes)
-    return max(count * longest, mean, passing) + costs.reduction_latency_ticks
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sums over all layers of a layout, each in its cheapest mode."""
+
+    forward: int
+    backward: int
+    passing: int
+    """Of f + b - w."""
+    longest: int
+    """f + b of the longest layer."""
+    tails: int
+    ogp_bytes: int
+    activation_bytes: int
+    """In the leanest mode."""
+
+    @classmethod
+    def of(cls, costs: LayoutCosts, modes: Sequence[Sequence[LayerCost]]) -> Self:
+        """Identical layers share their choices, and are looked at once."""
+        kinds = {id(options): options for options in modes}
+        counted = [(kinds[key], count) for key, count in Counter(map(id, modes)).items()]
+        works = [work_of(options) for options, _ in counted]
+        spared = [(len(shared.layers) - 1, shared) for shared in costs.shared]
+        return cls(
+            forward=sum(count * options[0].forward_ticks for options, count in counted),
+            backward=sum(count * min(cost.backward_ticks for cost in options) for options, count in counted),
+            passing=sum(count * passing for (_, passing), (_, count) in zip(works, counted, strict=True)),
+            longest=max(work for work, _ in works),
+            tails=sum(count * (options[0].reduction_ticks + options[0].optimizer_ticks) for options, count in counted)
+            - sum(times * shared.tail_ticks for times, shared in spared),
+            ogp_bytes=sum(count * options[0].ogp_bytes for options, count in counted)
+            - sum(times * shared.ogp_bytes for times, shared in spared),
+            activation_bytes=sum(count * min(cost.activation_bytes for cost in options) for options, count in counted),
+        )
+
+    @property
+    def work(self) -> int:
+        """W."""
+        return self.forward + self.backward
+
+    def mean(self, costs: LayoutCosts) -> int:
+        """What every rank does on average: (B3)."""
+        return -(-(costs.micro_batches * self.work + self.tails) // costs.layout.pipeline_parallel_degree)
 
 
 def work_of(options: Iterable[LayerCost]) -> tuple[int, int]:
@@ -61,23 +97,18 @@ def work_of(options: Iterable[LayerCost]) -> tuple[int, int]:
     return work, min(cost.forward_ticks + cost.backward_ticks - cost.backward_weight_ticks for cost in options)
 
 
+def any_order_bound(costs: LayoutCosts, modes: Sequence[Sequence[LayerCost]]) -> int:
+    """Ticks that no stage map beats under any schedule, with any number of stages per rank: (B1), (B3)'s mean, (B4)."""
+    totals = Totals.of(costs, modes)
+    bound = max(costs.micro_batches * totals.longest, totals.mean(costs), totals.passing)
+    return bound + costs.reduction_latency_ticks
+
+
 def lower_bound(costs: LayoutCosts, modes: Sequence[Sequence[LayerCost]], warm_up: Sequence[int]) -> int:
     """Ticks that no stage map of this layout can beat; `modes` are the allowed choices of every layer."""
-    count, stages = costs.micro_batches, len(warm_up)
-    forward = sum(options[0].forward_ticks for options in modes)
-    backwards = [min(cost.backward_ticks for cost in options) for options in modes]
-    backward = sum(backwards)
-    work = forward + backward
-    longest = max(options[0].forward_ticks + least for options, least in zip(modes, backwards, strict=True))
-    mean = -(-(count * work + _all_tails(costs, modes)) // stages)
-    turned = work + _worked_on(count, forward, backward, warm_up)
-    return max(count * longest, mean, turned) + costs.reduction_latency_ticks
-
-
-def _all_tails(costs: LayoutCosts, modes: Sequence[Sequence[LayerCost]]) -> int:
-    """Least sum of all ranks' tails, latency apart: shared parameters are counted once."""
-    every = sum(options[0].reduction_ticks + options[0].optimizer_ticks for options in modes)
-    return every - sum((len(shared.layers) - 1) * shared.tail_ticks for shared in costs.shared)
+    count, totals = costs.micro_batches, Totals.of(costs, modes)
+    turned = totals.work + _worked_on(count, totals.forward, totals.backward, warm_up)
+    return max(count * totals.longest, totals.mean(costs), turned) + costs.reduction_latency_ticks
 
 
 def _worked_on(count: int, forward: int, backward: int, warm_up: Sequence[int]) -> int:
@@ -104,10 +135,8 @@ def may_fit(costs: LayoutCosts, modes: Sequence[Sequence[LayerCost]], in_flight:
     A stage with o bytes of OGP has room for at most (room - o) / in_flight bytes of activations per micro-batch; so the
     most activations fit when the OGP lies where most micro-batches are in flight.
     """
-    room = room_bytes(costs)
-    ogp = sum(options[0].ogp_bytes for options in modes)
-    ogp -= sum((len(shared.layers) - 1) * shared.ogp_bytes for shared in costs.shared)
-    activations = sum(min(cost.activation_bytes for cost in options) for options in modes)
+    room, totals = room_bytes(costs), Totals.of(costs, modes)
+    ogp, activations = totals.ogp_bytes, totals.activation_bytes
     if room < 0 or ogp > room * len(in_flight):
         return False
     space = 0.0

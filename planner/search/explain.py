@@ -113,7 +113,7 @@ def _objective_text(job: Job, found: Found) -> tuple[str, ...]:
         case "devices":
             return (
                 f"{devices} devices are the fewest whose step meets the deadline of {job.deadline_seconds:g} s: "
-                f"{parts} parts of the cluster were looked at, fewest devices first.",
+                f"of the cluster's parts {parts} {'was' if parts == 1 else 'were'} looked at, fewest devices first.",
             )
     return ()
 

@@ -40,7 +40,7 @@ from planner.search.parts import token_price
 from planner.search.relaxations import BRIEF_WORK, FULL_WORK, Limits, relaxations, remedies
 from planner.search.result import Callbacks, Found, improved
 from planner.search.rivals import rivals
-from planner.search.segments import allowed_modes
+from planner.search.segments import allowed_modes, uniform_modes
 from planner.search.sensitivity import sensitivity
 from planner.search.solve import unfit
 from planner.search.space import Space
@@ -338,7 +338,7 @@ def _alike(costs: LayoutCosts, counts: Sequence[int] | None) -> StageMap:
             field="layout.recompute",
             mend="use none, selective or full with several stages per rank.",
         )
-    modes = tuple(options[:1] for options in allowed_modes(costs, (costs.layout.recompute,)))
+    modes = uniform_modes(costs, costs.layout.recompute)
     layers = Uniform.of(costs, modes)
     return layers.stage_map(counts or deal(layers.work, ranks_of(costs)))
 

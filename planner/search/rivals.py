@@ -22,12 +22,12 @@ from planner.search.solve import Alike, Dealt, Group, Open, Searched, State, dea
 from planner.search.space import Family
 from planner.spec.layout import Layout
 
-_TAKEN_UP = 100
-"""Parts of the space looked at, for each alternative wanted."""
-_TRIES = 24
-"""Of them, with the same degrees: most devices have room for few of the layouts of least bound."""
-_PER_DEGREES = 3
+_TAKEN_UP = 1000
+"""Parts of the space looked at, for each alternative wanted: most are only bounded."""
+_PER_DEGREES = 2
 """Plans looked at with the same degrees."""
+_MOST_PLANS = 5
+"""Plans looked at, for each alternative wanted."""
 _ROUNDS = 1
 """Of the search inside a layout."""
 
@@ -60,20 +60,23 @@ def _looked_at(state: State, best: Candidate, budget: int, top: int) -> Iterator
     heap = list(state.bounds.values())
     heapq.heapify(heap)
     seen: Counter[tuple[int, ...]] = Counter()
-    tried: Counter[tuple[int, ...]] = Counter()
-    while heap and budget > 0 and len(seen) <= top:
+    fastest: dict[tuple[int, ...], int] = {}
+    while heap and budget > 0 and seen.total() < _MOST_PLANS * top:
         one = heapq.heappop(heap)
         here = _degrees(one)
-        if seen[here] >= _PER_DEGREES or tried[here] >= _TRIES or _is_the_plan(one, best):
+        if seen[here] >= _PER_DEGREES or _is_the_plan(one, best):
             continue
+        if len(fastest) > top and sorted(fastest.values())[top] <= one.bound_ticks:
+            return
         budget -= 1
-        tried[here] += 1
+        if not _is_ready(one):
+            _push_all(heap, take_up(free, one))
+            continue
+        seen[here] += 1
         candidate = _candidate(one)
         if candidate is not None:
-            seen[here] += 1
+            fastest[here] = min(candidate.ticks, fastest.get(here, candidate.ticks))
             yield candidate
-        elif not _is_ready(one):
-            _push_all(heap, take_up(free, one))
 
 
 def _push_all(heap: list[Open], parts: Iterable[Open]) -> None:
@@ -84,13 +87,13 @@ def _push_all(heap: list[Open], parts: Iterable[Open]) -> None:
 def _is_ready(one: Open) -> bool:
     """A single layout that needs no further bound."""
     item = one.item
-    return isinstance(item, Searched) or (isinstance(item, Dealt) and item.is_tight)
+    return isinstance(item, Searched | Dealt) and item.is_tight
 
 
 def _candidate(one: Open) -> Candidate | None:
-    """The plan of a single layout; None when it is not one yet, or none fits."""
+    """The plan of a single layout; None when none was found that fits."""
     match one.item:
-        case Dealt() as dealt if dealt.is_tight:
+        case Dealt() as dealt:
             return dealt_candidate(dealt)
         case Searched(costs=costs, modes=modes):
             search = LayoutSearch(costs, modes)

@@ -11,14 +11,14 @@ is a path x(0) = 0, y(s) = x(s + 1), y(P - 1) = D - 1 through the tables (`plann
     (G4)  when the layers of a segment that can recompute are not all alike, (G2) is a knapsack: the table holds a lower
           bound, and `planner.search.recompute` solves those segments that the search really asks for
     (G5)  when they are all alike, only the numbers of layers in every mode count: all ways to share n layers out over
-          the modes, sorted by the bytes that they keep, with the least ticks so far, answer (G2) by bisection  -> _Mix
+          the modes, sorted by the bytes that they keep, with the least ticks so far, answer (G2) by bisection -> _mix()
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,13 @@ def allowed_modes(costs: LayoutCosts, wish: Sequence[str]) -> tuple[LayerModes, 
             known[id(options)] = wished or tuple(options.values())
         result.append(known[id(options)])
     return tuple(result)
+
+
+def uniform_modes(costs: LayoutCosts, mode: str) -> tuple[LayerModes, ...]:
+    """The one choice of every layer when all recompute alike; one that does not offer the mode keeps its least."""
+    allowed = allowed_modes(costs, (mode,))
+    first = {id(options): options[:1] for options in allowed}
+    return tuple(first[id(options)] for options in allowed)
 
 
 @dataclass(frozen=True)
@@ -110,7 +117,7 @@ class Segments:
         """Ticks of the boundary behind every segment, [s, 1, y]; zero behind the last rank."""
         table = np.zeros((self.stages, 1, self.width), dtype=np.int64)
         for s in range(self.stages - 1):
-            table[s, 0] = [self.costs.transfer_ticks(s, int(stop) - 1) for stop in self.stops[s, 0]]
+            table[s, 0] = np.array(self.costs.transfers_behind(s), dtype=np.int64)[self.stops[s, 0] - 1]
         return table
 
     @cached_property
@@ -218,7 +225,7 @@ class Segments:
             bytes_left = self._bytes_left(limit)
             for amount in np.unique(self._amount[self.is_segment]):
                 here = self.is_segment & (self._amount == amount)
-                mix = _Mix.of(allowed, int(amount))
+                mix = _mix(_keeping(allowed), int(amount))
                 best[here] = np.minimum(best[here], mix.least_ticks(bytes_left[here]))
         # What fits in no mode is no segment of any stage map (`fits`): any bound will do there.
         cheapest = self._amount * min(cost.backward_ticks for cost in options)
@@ -259,8 +266,8 @@ class Segments:
         amount = int(self._amount[stage, x, y])
         found: list[tuple[int, list[RecomputeMode]]] = []
         for limit in sorted({cost.temporary_bytes for cost in options}):
-            mix = _Mix.of(tuple(cost for cost in options if cost.temporary_bytes <= limit), amount)
-            found += mix.modes(int(self._bytes_left(limit)[stage, x, y]))
+            allowed = tuple(cost for cost in options if cost.temporary_bytes <= limit)
+            found += _mix(_keeping(allowed), amount).modes(int(self._bytes_left(limit)[stage, x, y]), allowed)
         if not found:
             return [min(options, key=lambda cost: cost.activation_bytes).mode] * amount
         return min(found, key=lambda each: each[0])[1]
@@ -269,26 +276,21 @@ class Segments:
 _IMPOSSIBLE = np.int64(2**62)
 
 
+def _keeping(allowed: LayerModes) -> tuple[tuple[int, int], ...]:
+    """(bytes kept, backward ticks) of every mode: all that a mix depends on."""
+    return tuple((cost.activation_bytes, cost.backward_ticks) for cost in allowed)
+
+
 @dataclass(frozen=True, slots=True)
 class _Mix:
-    """All ways to share modes out over layers that cost the same, by the bytes that they keep together."""
+    """The ways worth taking to share modes out over layers that cost the same: each keeps more and takes less."""
 
-    allowed: LayerModes
     counts: Table
-    """Layers in every mode, [way, mode], ordered by bytes."""
+    """Layers in every mode, [way, mode]."""
     kept_bytes: Table
-    """By way."""
+    """By way, rising."""
     ticks: Table
-    """Of the ways up to this one, the least."""
-
-    @classmethod
-    def of(cls, allowed: LayerModes, amount: int) -> _Mix:
-        """So many layers, each in one of the allowed modes."""
-        counts = _compositions(amount, len(allowed))
-        kept = counts @ np.array([cost.activation_bytes for cost in allowed], dtype=np.int64)
-        ticks = counts @ np.array([cost.backward_ticks for cost in allowed], dtype=np.int64)
-        order = np.lexsort((ticks, kept))
-        return cls(allowed, counts[order], kept[order], np.minimum.accumulate(ticks[order]))
+    """By way, falling."""
 
     def least_ticks(self, room_bytes: Table) -> Table:
         """Of the ways that keep at most so many bytes."""
@@ -296,14 +298,25 @@ class _Mix:
         table: Table = np.where(last >= 0, self.ticks[last], _IMPOSSIBLE)
         return table
 
-    def modes(self, room_bytes: int) -> list[tuple[int, list[RecomputeMode]]]:
+    def modes(self, room_bytes: int, allowed: LayerModes) -> list[tuple[int, list[RecomputeMode]]]:
         """Ticks and modes of the best way, most recomputation first; nothing when none fits."""
         last = int(np.searchsorted(self.kept_bytes, room_bytes, side="right")) - 1
         if last < 0:
             return []
-        best = self.counts[int(np.searchsorted(-self.ticks, -self.ticks[last]))]
-        pairs = reversed(list(zip(self.allowed, best, strict=True)))
+        pairs = reversed(list(zip(allowed, self.counts[last], strict=True)))
         return [(int(self.ticks[last]), [cost.mode for cost, amount in pairs for _ in range(int(amount))])]
+
+
+@lru_cache(maxsize=16384)
+def _mix(allowed: tuple[tuple[int, int], ...], amount: int) -> _Mix:
+    """So many layers, each in one of the allowed modes; kept, since most layouts of a family ask for the same."""
+    counts = _compositions(amount, len(allowed))
+    kept, ticks = (counts @ np.array(values, dtype=np.int64) for values in zip(*allowed, strict=True))
+    order = np.lexsort((ticks, kept))
+    ticks = ticks[order]
+    is_worth = np.concatenate([[True], ticks[1:] < np.minimum.accumulate(ticks)[:-1]])
+    order = order[is_worth]
+    return _Mix(counts[order], kept[order], ticks[is_worth])
 
 
 @cache

@@ -8,6 +8,9 @@
     (F3)  once the least bound is no better than the incumbent, nothing open is: the incumbent is proven -> search()
     (F4)  lower bound of the space = least bound of what is not proven; gap = (step - bound) / step       -> report()
 
+    (F5)  a layout without ZeRO is left out beside the same one under ZeRO 1 where that reduces and updates faster and
+          all else is equal                                                                             -> _groups()
+
 Ties go to the smaller bound, then to the order of enumeration, so the same request gives the same plan.
 """
 
@@ -33,7 +36,7 @@ from planner.search.bounds import any_order_bound, lower_bound, may_fit, warm_up
 from planner.search.dealt import Uniform, deal, layout_schedule, layout_traits, ranks_of
 from planner.search.inside import NO_LIMIT, Inside, LayoutSearch, Outcome
 from planner.search.result import Callbacks, Candidate, Progress
-from planner.search.segments import LayerModes, allowed_modes
+from planner.search.segments import LayerModes, allowed_modes, uniform_modes
 from planner.search.space import Family, Order, Space, recompute_wish
 from planner.spec.layout import Layout, RecomputeWord, ZeroStage
 from planner.spec.plan import Options, SearchReport
@@ -268,13 +271,28 @@ def take_up(state: State, one: Open) -> Iterator[Open]:
 
 
 def _groups(state: State, one: Open, family: Family) -> Iterator[Open]:
-    """Every ZeRO stage that may fit with a single micro-batch in flight."""
-    for zero_stage in family.zero_stages:
-        costs = layout_costs(state.work, family.layout(zero_stage, family.orders[0]))
+    """Every ZeRO stage that may fit with a single micro-batch in flight: equation (F5)."""
+    first = family.orders[0]
+    priced = {stage: layout_costs(state.work, family.layout(stage, first)) for stage in family.zero_stages}
+    if 0 in priced and 1 in priced and _is_dominated(priced[0], priced[1]):
+        del priced[0]
+    for zero_stage, costs in priced.items():
         modes = allowed_modes(costs, state.wish)
         if may_fit(costs, modes, (1,) * family.pipeline):
             bound = max(one.bound_ticks, any_order_bound(costs, modes))
             yield Open(bound, (*one.order, zero_stage), Group(family, zero_stage, costs))
+
+
+def _is_dominated(plain: LayoutCosts, sharded: LayoutCosts) -> bool:
+    """Is every stage map slower, and none leaner, when optimizer states are not sharded?"""
+    pairs = {(id(a), id(b)): (a, b) for a, b in zip(plain.layers, sharded.layers, strict=True)}
+    both = [(a[mode], b[mode]) for a, b in pairs.values() for mode in a]
+    never = all(
+        a.forward_ticks == b.forward_ticks and a.backward_ticks == b.backward_ticks and a.ogp_bytes >= b.ogp_bytes
+        for a, b in both
+    )
+    tails = [(a.reduction_ticks + a.optimizer_ticks, b.reduction_ticks + b.optimizer_ticks) for a, b in both]
+    return never and not plain.shared and all(a >= b for a, b in tails) and any(a > b for a, b in tails)
 
 
 def _orders(state: State, one: Open, group: Group) -> Iterator[Open]:
@@ -290,7 +308,7 @@ def _orders(state: State, one: Open, group: Group) -> Iterator[Open]:
             bound = max(one.bound_ticks, lower_bound(costs, modes, warm_ups(costs)))
             yield Open(bound, (*one.order, place), Searched(costs, modes))
     for place, (mode, orders) in enumerate(alike.items(), start=len(group.family.orders)):
-        modes = tuple(options[:1] for options in allowed_modes(group.costs, (mode,)))
+        modes = uniform_modes(group.costs, mode)
         if may_fit(group.costs, modes, (1,) * group.family.pipeline):
             bound = max(one.bound_ticks, any_order_bound(group.costs, modes))
             yield Open(bound, (*one.order, place), Alike(group, Uniform.of(group.costs, modes), tuple(orders)))

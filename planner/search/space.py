@@ -7,7 +7,8 @@
 (D4)  a stage has a layer at least: pipeline x virtual stages <= layers                                -> orders()
       and equal pieces: the sequence divides by context x tensor degree under sequence parallelism, by the context
       degree without; not both kinds of pieces at once, which the executor refuses                     -> families()
-(D5)  optimizers that update whole matrices (Adafactor, Muon) take no tensor parallelism and no ZeRO   -> families()
+(D5)  optimizers that update whole matrices (Adafactor, Muon) take no tensor and expert parallelism and no ZeRO; ZeRO
+      neither parameters that stages share shards of                                                   -> families()
 (D6)  within a family: every ZeRO stage, every order of the micro-batches                              -> Family
 (D7)  orders: schedules whose partition and recomputation are searched (`BOUNDED`), and those that take the stage map
       of `planner.search.dealt` and recompute all layers alike: with several stages per rank, up to
@@ -220,17 +221,19 @@ def families(work: Workload, constraints: dict[str, Constraint]) -> Iterator[Fam
         if allows(constraints.get("virtual_stages_per_rank"), count)
     )
     modes = {split: _uniform_modes(rows, wish) for split, rows in work.sizes.items()}
+    shares_shards = {split: _shares_shards(work, rows) for split, rows in work.sizes.items()}
     for split in work.sizes:
         size, tensor, context, expert, sequence_parallel = split
         pieces = context * (tensor if sequence_parallel else 1)
-        if (whole and tensor > 1) or work.job.sequence_length % pieces or (sequence_parallel and context > 1):
+        if (whole and tensor * expert > 1) or work.job.sequence_length % pieces or (sequence_parallel and context > 1):
             continue
         for pipeline in _divisors(work.devices, tensor * context):
             data = work.devices // (tensor * context * pipeline)
             if work.job.global_batch_size % (data * size) or (data * context) % expert:
                 continue
             micro_batches = work.job.global_batch_size // (data * size)
-            shards: tuple[ZeroStage, ...] = (0,) if whole or data * context == 1 else (0, 1, 2, 3)
+            alone = whole or data * context == 1 or (pipeline > 1 and shares_shards[split])
+            shards: tuple[ZeroStage, ...] = (0,) if alone else (0, 1, 2, 3)
             family = Family(
                 data=data,
                 tensor=tensor,
@@ -245,6 +248,18 @@ def families(work: Workload, constraints: dict[str, Constraint]) -> Iterator[Fam
             )
             if family.count and _permitted(family, constraints):
                 yield family
+
+
+def _shares_shards(work: Workload, rows: Rows) -> bool:
+    """Do layers share a parameter of which a rank holds a shard? A copy on another stage may be split differently."""
+    order = {layer.name: index for index, layer in enumerate(work.profile.layers)}
+
+    def held(name: str) -> int:
+        row = next(iter(rows[order[name]].values()))
+        whole = work.profile.layers[order[name]].parameters
+        return -(-whole // row.tensor_parallel_degree) if row.local_parameters is None else row.local_parameters
+
+    return any(held(name) < shared.parameters for shared in work.profile.shared_parameters for name in shared.layers)
 
 
 def _uniform_modes(rows: Rows, wish: tuple[str, ...]) -> tuple[RecomputeMode, ...]:

@@ -283,8 +283,15 @@ def test_unmeasured_sizes_are_refused() -> None:
 )
 def test_unpriced_dimensions_are_refused(field: str, value: int) -> None:
     """A dimension without equations is refused by name."""
+    data = 2 if field == "expert_parallel_degree" else 1
     with pytest.raises(UnsupportedError, match=f"layout.{field}"):
-        costs_of(one_layer(), cluster(2 if field == "context_parallel_degree" else 1), **{field: value})
+        costs_of(one_layer(), cluster(1 if value is True else 2), data_parallel_degree=data, **{field: value})
+
+
+def test_experts_are_shared_out_over_whole_groups() -> None:
+    """The expert degree divides the data- and context-parallel ranks, and the error shows both."""
+    with pytest.raises(LayoutError, match=r"expert_parallel_degree\(2\) does not divide .* 3\."):
+        costs_of(one_layer(), cluster(3), data_parallel_degree=3, expert_parallel_degree=2)
 
 
 def test_layer_that_uses_shared_parameters_twice_is_one_user() -> None:

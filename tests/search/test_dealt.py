@@ -24,7 +24,7 @@ from planner.search.dealt import (
     ranks_of,
     traits_of,
 )
-from planner.search.segments import allowed_modes
+from planner.search.segments import uniform_modes
 from planner.search.space import DEALT, layouts
 from tests.strategies import Instance, instances
 
@@ -99,7 +99,7 @@ def test_bounds_of_dealt_layouts_are_admissible(instance: Instance) -> None:
         if layout.schedule not in DEALT:
             continue
         costs = layout_costs(work, layout)
-        modes = tuple(options[:1] for options in allowed_modes(costs, (layout.recompute,)))
+        modes = uniform_modes(costs, layout.recompute)
         layers, ranks, traits = Uniform.of(costs, modes), ranks_of(costs), layout_traits(costs)
         sizes = deal(layers.work, ranks)
         ticks = evaluate(costs, layout_schedule(costs), choose(costs, layers.stage_map(sizes))).total_ticks
