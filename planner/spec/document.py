@@ -23,11 +23,20 @@ class Document(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True)
 
+    def canonical_json(self) -> str:
+        """The document's one JSON text; see the function of this name."""
+        return plain_json(self.model_dump(mode="json", by_alias=True))
+
 
 def canonical_json(value: Any) -> str:
     """The one JSON text of a value: sorted keys, no white space, no NaN (in the spirit of RFC 8785)."""
-    if isinstance(value, BaseModel):
-        value = value.model_dump(mode="json", by_alias=True)
+    if isinstance(value, Document):
+        return value.canonical_json()
+    return plain_json(value)
+
+
+def plain_json(value: Any) -> str:
+    """Canonical JSON of plain data."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
 
 

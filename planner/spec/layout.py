@@ -61,7 +61,16 @@ class Layout(Document):
         return global_batch_size // per_round
 
     def check_devices(self, devices: int) -> None:
-        """Raise `LayoutError`, showing every factor, unless the degrees multiply to the number of devices."""
+        """Raise `LayoutError`, showing every factor, unless the degrees multiply to the number of devices, and experts
+        are shared out evenly."""
+        replicas = self.data_parallel_degree * self.context_parallel_degree
+        if replicas % self.expert_parallel_degree:
+            raise LayoutError(
+                f"expert_parallel_degree({self.expert_parallel_degree}) does not divide data_parallel_degree"
+                f"({self.data_parallel_degree}) * context_parallel_degree({self.context_parallel_degree}), {replicas}.",
+                field="layout.expert_parallel_degree",
+                mend=f"choose a divisor of {replicas}.",
+            )
         if self.devices == devices:
             return
         raise LayoutError(

@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from planner.spec.cluster import DeviceSpec
-from planner.spec.document import Document
+from planner.spec.document import Document, plain_json
 
 DataType = Literal["fp32", "bf16", "fp16"]
 RecomputeMode = Literal["none", "selective", "full"]
@@ -157,6 +157,10 @@ class SharedParameters(Document):
     """Numbers that Adafactor keeps of one copy: rows + columns of a matrix, all of a vector; None: not known."""
 
 
+_ROWS = '"measurements":'
+_NO_ROWS = _ROWS + "[]"
+
+
 class ModelProfile(Document):
     """What `planner profile` writes."""
 
@@ -180,6 +184,20 @@ class ModelProfile(Document):
     shared_parameters: tuple[SharedParameters, ...] = ()
     environment: dict[str, str] = Field(default_factory=dict)
     """Versions and conditions of the measurement, for people."""
+
+    def canonical_json(self) -> str:
+        """As of any document; rows that identical layers share are written once and their text used again."""
+        texts: dict[int, str] = {}
+        for layer in self.layers:
+            rows = layer.measurements
+            if id(rows) not in texts:
+                texts[id(rows)] = plain_json([row.model_dump(mode="json", by_alias=True) for row in rows])
+        bare = tuple(layer.model_copy(update={"measurements": ()}) for layer in self.layers)
+        # No text of the document itself can hold the unescaped quotes of the key.
+        first, *rest = super(ModelProfile, self.model_copy(update={"layers": bare})).canonical_json().split(_NO_ROWS)
+        return first + "".join(
+            _ROWS + texts[id(layer.measurements)] + text for layer, text in zip(self.layers, rest, strict=True)
+        )
 
     @model_validator(mode="after")
     def _names_hold(self) -> Self:

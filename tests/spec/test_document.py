@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
 
 from planner.errors import DocumentError
 from planner.spec import Cluster, Job, ModelProfile, canonical_json, digest, parse, read
+from tests.strategies import models
 
 GROUP: dict[str, Any] = {"device": "a100-sxm4-80gb", "nodes": 1, "devices_per_node": 8}
 DEVICE: dict[str, Any] = {"id": "mine", "memory_bytes": 1}
@@ -114,3 +116,13 @@ def test_skip_edges_must_go_forward_and_name_layers() -> None:
     ):
         [(_, message, _)] = mistakes(ModelProfile, document | {"edges": [edge | {"bytes": 1}]})
         assert said in message
+
+
+@settings(max_examples=20)
+@given(models())
+def test_profiles_write_shared_rows_once(model: ModelProfile) -> None:
+    """The text of a profile, put together from its parts, is that of its plain data."""
+    rows = {layer.kind: layer.measurements for layer in model.layers}
+    layers = tuple(layer.model_copy(update={"measurements": rows[layer.kind]}) for layer in model.layers)
+    for each in (model, model.model_copy(update={"layers": layers})):
+        assert canonical_json(each) == canonical_json(each.model_dump(mode="json", by_alias=True))
