@@ -188,3 +188,54 @@ def test_proof_line_tells_the_gap() -> None:
 def test_spans(numbers: tuple[int, ...], text: str) -> None:
     """Runs of ranks are told by their ends, long lists by their length."""
     assert spans(numbers) == text
+
+
+def test_objectives_of_the_job(planner: Command, tmp_path: Path) -> None:
+    """A job that asks for few devices gets few, and the text says which part of the cluster they are."""
+    wish = tiny_job().model_copy(update={"objective": "devices", "deadline_seconds": 0.06})
+    ended = planner("plan", *write_question(tmp_path, tiny_profile(), tiny_cluster(), wish))
+    assert ended.code == 0
+    assert "on 2 of the 4 devices of tiny-cluster, node 0" in ended.out
+    assert "fewest whose step meets the deadline of 0.06 s" in ended.out
+    assert "parts of the cluster considered" in ended.out
+
+
+def test_no_plan_meets_the_deadline(planner: Command, tmp_path: Path) -> None:
+    """Too short a deadline is no plan: exit code 3, and how fast the fastest is."""
+    wish = tiny_job().model_copy(update={"objective": "devices", "deadline_seconds": 1e-6})
+    ended = planner("plan", *write_question(tmp_path, tiny_profile(), tiny_cluster(), wish))
+    assert ended.code == 3
+    assert "the fastest on all 4 devices takes" in ended.out
+
+
+def test_a_wrong_objective_is_wrong_input(planner: Command, tmp_path: Path, question: list[str]) -> None:
+    """A deadline without the objective that has one, and a price that is missing, end with 2 and name the field."""
+    job = json.loads((tmp_path / "job.json").read_text())
+    (tmp_path / "job.json").write_text(json.dumps(job | {"deadline_seconds": 1.0}))
+    ended = planner("plan", *question)
+    assert ended.code == 2
+    assert "deadline_seconds" in ended.err
+    (tmp_path / "job.json").write_text(json.dumps(job | {"objective": "cost"}))
+    ended = planner("plan", *question)
+    assert ended.code == 2
+    assert "cluster.node_groups[0].price_per_hour" in ended.err
+
+
+def test_prices_and_the_front(planner: Command, tmp_path: Path) -> None:
+    """With prices the plan tells that of a million tokens, and --pareto a table with the plan marked in it."""
+    group = tiny_cluster().node_groups[0].model_copy(update={"price_per_hour": 1.5})
+    machines = tiny_cluster().model_copy(update={"node_groups": (group,)})
+    ended = planner("plan", *write_question(tmp_path, tiny_profile(), machines, tiny_job()), "--pareto")
+    assert "per million tokens" in ended.out
+    table = ended.out[ended.out.index("Pareto front") :].splitlines()
+    assert "price of 1M tokens" in table[1]
+    assert sum(line.startswith("*") for line in table) == 1
+    assert {line[1:].split()[0] for line in table[2:]} >= {"1", "2", "4"}
+
+
+def test_explain_full_relaxes_limits(planner: Command, question: list[str]) -> None:
+    """--explain full tells what a constraint costs; brief does not."""
+    fixed = ("--fix", "pipeline_parallel_degree=4", "--fix", "schedule=gpipe")
+    assert "Without pipeline_parallel_degree = 4: -" in planner("plan", *question, *fixed, "--explain", "full").out
+    assert "Without pipeline" not in planner("plan", *question, *fixed).out
+    assert planner("plan", *question, "--explain", "everything").code == 2
