@@ -184,7 +184,7 @@ def test_constraints_without_a_layout_name_themselves() -> None:
     assert any(remedy.startswith("without pipeline_parallel_degree = 3") for remedy in remedies)
     together = plan(request(model, cluster(4), job(pipeline_parallel_degree=2, data_parallel_degree=4)), model)
     assert isinstance(together, Infeasible)
-    assert together.reasons == ("no layout meets all constraints together",)
+    assert together.reasons[0] == "no layout meets all constraints together"
 
 
 def test_batches_that_never_divide() -> None:
