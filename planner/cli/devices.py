@@ -9,11 +9,16 @@ from typing import Any
 from planner.cli.arguments import add_json
 from planner.cli.console import data, table, to_json
 from planner.cli.units import gibibytes, percent, scaled
+from planner.cost.compute import matmul_fraction
 from planner.errors import SpecError
 from planner.spec import DeviceSpec, Link, ScaleUp, read
+from planner.spec.calibration import ANY, OURS, constants_for, shipped
 from planner.spec.devices import CatalogueDevice, catalogue, find_entry, link_within
+from planner.spec.profile import Operation
 
 DOMAIN = {"switch": "behind a switch", "mesh": "in a mesh", "ring": "in a ring", "pcie": "over PCIe"}
+MATRIX_SIZES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Rows, columns and inner size of the products whose efficiency is told."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -29,10 +34,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise SpecError("one device at a time.", field="--file", mend="leave out the id, or --file.")
     if arguments.file is not None:
         spec = read(DeviceSpec, arguments.file)
-        data(to_json(spec) if arguments.json else _sheet(spec))
+        known = catalogue().get(spec.id)
+        data(to_json(spec) if arguments.json else _sheet(spec, known.architecture if known else ""))
     elif arguments.device is not None:
         device = find_entry(arguments.device)
-        data(to_json(_document(device)) if arguments.json else _sheet(device.spec))
+        data(to_json(_document(device)) if arguments.json else _sheet(device.spec, device.architecture))
     else:
         devices = catalogue().values()
         data(to_json([_document(device) for device in devices]) if arguments.json else _table(devices))
@@ -70,10 +76,44 @@ def _row(device: CatalogueDevice) -> tuple[str, ...]:
     )
 
 
-def _sheet(spec: DeviceSpec) -> str:
-    """One line per figure, with where it stands."""
+def _sheet(spec: DeviceSpec, architecture: str) -> str:
+    """One line per figure, with where it stands; then what the planner assumes of its peak."""
     rows = [(name, value, spec.sources.get(field, "-")) for name, value, field in _figures(spec)]
-    return f"{spec.id}: {spec.name}\n\n" + table(("figure", "value", "source"), rows, left=(0, 2))
+    figures = table(("figure", "value", "source"), rows, left=(0, 2))
+    return f"{spec.id}: {spec.name}\n\n{figures}\n\n{_efficiency(spec, architecture)}"
+
+
+def _efficiency(spec: DeviceSpec, architecture: str) -> str:
+    """A column per curve of `_curves`, and what each stands on."""
+    curves = tuple(_curves(spec, architecture))
+    header = ("product, m = n = k", *(curve["runs_of"] for curve in curves))
+    rows = [(str(size), *(percent(curve["fractions"][str(size)]) for curve in curves)) for size in MATRIX_SIZES]
+    told = [f"{curve['runs_of']}: {curve['source']}" for curve in curves]
+    return "assumed of the peak:\n\n" + "\n".join((table(header, rows, left=()), "", *told))
+
+
+def _curves(spec: DeviceSpec, architecture: str) -> Iterator[dict[str, Any]]:
+    """What the cost model takes matrix products to reach of the peak, by size, equation (K1): in plans for our own
+    executor, and in predictions of other frameworks' runs, where those of this architecture were fitted."""
+    fitted = {one.framework: one for one in shipped() if one.architecture == architecture}
+    for name, framework in ((OURS, OURS), ("other frameworks", ANY)):
+        constants = constants_for(framework, architecture)
+        has_fit = framework in fitted and constants.matmul_fraction is not None
+        if not has_fit and framework == ANY:
+            continue
+        source = f"fitted; {fitted[framework].source}" if has_fit else _untold(spec)
+        fractions = {str(size): matmul_fraction(_product(size), spec, constants) for size in MATRIX_SIZES}
+        yield {"runs_of": name, "source": source, "fractions": fractions}
+
+
+def _product(size: int) -> Operation:
+    """Of two square matrices."""
+    return Operation(kind="matmul", count=1, flops=2 * size**3, bytes=0, m=size, n=size, k=size)
+
+
+def _untold(spec: DeviceSpec) -> str:
+    source = spec.sources.get("achievable_fraction", "the device's document")
+    return f"the best matrix product's for all sizes, as none was fitted ({source})"
 
 
 def _figures(spec: DeviceSpec) -> Iterator[tuple[str, str, str]]:
@@ -122,5 +162,6 @@ def _document(device: CatalogueDevice) -> dict[str, Any]:
         "scale_up_link": device.scale_up_link,
         "intra_node": device.intra_node.model_dump(mode="json"),
         "inter_node": device.inter_node.model_dump(mode="json") if device.inter_node else None,
+        "matrix_products": list(_curves(device.spec, device.architecture)),
         "confidence": device.confidence,
     }

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from planner.spec import SCHEMAS, DeviceSpec, read
+from planner.spec.calibration import constants_for
 from planner.spec.devices import catalogue
 from profiler.catalogue import names
 from tests.cli.support import Command
@@ -31,6 +32,21 @@ def test_one_device(planner: Command) -> None:
     assert "2.50 PFLOP/s  NVIDIA GB200 NVL72 data sheet" in shown
     listed = {device["id"]: device for device in planner("devices", "--json").json}
     assert planner("devices", "l4-24gb", "--json").json == listed["l4-24gb"]
+
+
+def test_devices_tell_what_products_reach(planner: Command) -> None:
+    """The curve is the cost model's: flat and the data sheet's where nothing was fitted, else rising to the fitted
+    best; every column says where it comes from."""
+    flat, fitted = planner("devices", "h100-sxm5-80gb", "--json").json["matrix_products"]
+    assert set(flat["fractions"].values()) == {0.803}
+    assert "ml-engineering" in flat["source"]
+    hopper = constants_for("*", "Hopper")
+    assert hopper.matmul_fraction is not None
+    told = {int(size): fraction for size, fraction in fitted["fractions"].items()}
+    assert told == {size: pytest.approx(hopper.matmul_fraction / (1 + 3 * hopper.matmul_edge / size)) for size in told}
+    assert fitted["source"].startswith("fitted; measured: ")
+    shown = planner("devices", "h100-sxm5-80gb").out
+    assert f"128   80.3 %            {100 * told[128]:.1f} %" in shown
 
 
 def test_own_device(planner: Command) -> None:
