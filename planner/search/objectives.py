@@ -91,11 +91,6 @@ class _Field:
         self.all.append(Contender(part, work, space, state))
         return self.all[-1]
 
-    def should_stop(self) -> bool:
-        """The caller wants to stop, or the time is over."""
-        asked = self.callbacks.should_stop is not None and self.callbacks.should_stop()
-        return asked or time.monotonic() > self.deadline
-
     def take_up(self, one: Contender) -> bool:
         """Take up what has the least bound; False when the time is over."""
         if one.state.seconds_left() <= 0:
@@ -190,7 +185,12 @@ def _fewest(field: _Field) -> Contest:
             is_proven = not any(one.state.is_open for one in field.all)
             return _ended(field, winner, _ticks_of(winner) if is_proven else 0)
     ended = _ended(field, None, 0)
-    free = search(ended.winner.work, ended.winner.space, field.request.options, Callbacks(None, field.should_stop))
+    free = begin(
+        ended.winner.work, ended.winner.space, field.request.options, Callbacks(None, field.callbacks.should_stop)
+    )
+    free.deadline = field.deadline
+    while free.is_open and free.seconds_left() > 0:
+        advance(free)
     return replace(ended, missed_seconds=free.best.ticks * TICK_SECONDS if free.best else None)
 
 

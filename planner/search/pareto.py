@@ -13,13 +13,13 @@ Every point is proven; what the time limit leaves unproven is no point.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from planner.cost import TICK_SECONDS, choose, held_units, stage_memory, workload
 from planner.search.explain import with_recompute
 from planner.search.inside import NO_LIMIT
 from planner.search.parts import Part, parts_of, token_price
-from planner.search.result import Callbacks, Candidate
+from planner.search.result import Callbacks, Candidate, Limits
 from planner.search.solve import advance, begin
 from planner.search.space import space_of
 from planner.spec.cluster import Cluster
@@ -29,23 +29,20 @@ from planner.spec.profile import ModelProfile
 
 SHARES = (1.0, 0.75, 0.5, 0.25)
 """Of the memory that the job may use."""
-_ENDLESS = Options(time_limit_seconds=86400.0)
 
 
-def front(
-    profile: ModelProfile, cluster: Cluster, job: Job, should_stop: Callable[[], bool]
-) -> tuple[tuple[ParetoPoint, ...], bool]:
+def front(profile: ModelProfile, cluster: Cluster, job: Job, limits: Limits) -> tuple[tuple[ParetoPoint, ...], bool]:
     """The points that no other beats, most devices first; and whether all were looked at.
 
     Args:
         profile: of the model.
         cluster: whole.
         job: what is to be trained.
-        should_stop: asked between and within searches.
+        limits: of the time.
     """
     points: list[ParetoPoint] = []
     for part in _parts(cluster):
-        for point in _of_part(profile, part, job, tuple(points), should_stop):
+        for point in _of_part(profile, part, job, tuple(points), limits):
             if point is None:
                 return _undominated(points), False
             points.append(point)
@@ -69,7 +66,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _of_part(
-    profile: ModelProfile, part: Part, job: Job, known: tuple[ParetoPoint, ...], should_stop: Callable[[], bool]
+    profile: ModelProfile, part: Part, job: Job, known: tuple[ParetoPoint, ...], limits: Limits
 ) -> Iterator[ParetoPoint | None]:
     """Points of one part, most memory first: (O3); None and no more once the search was stopped."""
     peak = math.inf
@@ -79,7 +76,7 @@ def _of_part(
         if peak <= capacity:
             continue
         ceiling = min((one.step_seconds for one in known if one.peak_bytes <= capacity), default=None)
-        found, is_proven = _fastest(profile, part, lean, ceiling, should_stop)
+        found, is_proven = _fastest(profile, part, lean, ceiling, limits)
         if not is_proven:
             yield None
             return
@@ -99,12 +96,13 @@ def _with_share(profile: ModelProfile, part: Part, job: Job, share: float) -> Jo
 
 
 def _fastest(
-    profile: ModelProfile, part: Part, job: Job, ceiling_seconds: float | None, should_stop: Callable[[], bool]
+    profile: ModelProfile, part: Part, job: Job, ceiling_seconds: float | None, limits: Limits
 ) -> tuple[Candidate | None, bool]:
     """The fastest plan below a ceiling, and whether that is proven."""
     work = workload(profile, part.cluster, job)
     ceiling = NO_LIMIT if ceiling_seconds is None else round(ceiling_seconds / TICK_SECONDS)
-    state = begin(work, space_of(work), _ENDLESS, Callbacks(should_stop=should_stop), ceiling)
+    state = begin(work, space_of(work), Options(), Callbacks(should_stop=limits.should_stop), ceiling)
+    state.deadline = limits.deadline
     while state.is_open and state.seconds_left() > 0:
         advance(state)
     return state.best, not state.is_open

@@ -37,8 +37,8 @@ from planner.search.inside import LayoutSearch, solve_layout
 from planner.search.objectives import Contest, contest
 from planner.search.pareto import front
 from planner.search.parts import token_price
-from planner.search.relaxations import BRIEF_WORK, FULL_WORK, Limits, relaxations, remedies
-from planner.search.result import Callbacks, Found, improved
+from planner.search.relaxations import BRIEF_WORK, FULL_WORK, relaxations, remedies
+from planner.search.result import Callbacks, Found, Limits, improved
 from planner.search.rivals import rivals
 from planner.search.segments import allowed_modes, uniform_modes
 from planner.search.sensitivity import sensitivity
@@ -104,7 +104,7 @@ def plan(request: PlanRequest, profile: ModelProfile, *, callbacks: Callbacks | 
     deadline = time.monotonic() + request.options.time_limit_seconds
     ended = contest(request, profile, callbacks)
     work, space = ended.winner.work, ended.winner.space
-    limits = _limits(request.options, callbacks, deadline)
+    limits = Limits(FULL_WORK if request.options.explain == "full" else BRIEF_WORK, deadline, callbacks)
     if not space.families:
         helps = remedies(work, (), limits)
         return Infeasible(reasons=(*space.reasons, *map(remedy_text, helps)), relaxations=helps)
@@ -117,15 +117,6 @@ def plan(request: PlanRequest, profile: ModelProfile, *, callbacks: Callbacks | 
     return _explained(answer, profile, found, limits)
 
 
-def _limits(options: Options, callbacks: Callbacks, deadline: float) -> Limits:
-    """Of the work for what is told besides the plan."""
-
-    def should_stop() -> bool:
-        return time.monotonic() > deadline or (callbacks.should_stop is not None and callbacks.should_stop())
-
-    return Limits(FULL_WORK if options.explain == "full" else BRIEF_WORK, should_stop)
-
-
 def _explained(answer: Plan, profile: ModelProfile, found: Found, limits: Limits) -> Plan:
     """The plan with what else was asked about it."""
     options, is_full = answer.request.options, answer.request.options.explain == "full"
@@ -136,7 +127,7 @@ def _explained(answer: Plan, profile: ModelProfile, found: Found, limits: Limits
         more["relaxations"] = gained = relaxations(found.candidates[0], limits)
         sentences += relaxations_text(gained)
     if options.pareto:
-        points, is_whole = front(profile, answer.request.cluster, answer.request.job, limits.should_stop)
+        points, is_whole = front(profile, answer.request.cluster, answer.request.job, limits)
         more["pareto"] = points
         sentences += () if is_whole else ("The Pareto front is not whole: the time limit ended its search.",)
     return answer.model_copy(update={**more, "explanation": answer.explanation + sentences})

@@ -12,7 +12,7 @@ Work is counted in parts of the space taken up, not in seconds, so that the answ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -20,7 +20,7 @@ from planner.cost import TICK_SECONDS, Workload, workload
 from planner.errors import SpecError
 from planner.search.explain import with_recompute
 from planner.search.inside import NO_LIMIT, least_memory
-from planner.search.result import Callbacks, Candidate
+from planner.search.result import Callbacks, Candidate, Limits
 from planner.search.segments import allowed_modes
 from planner.search.solve import State, advance, begin, unfit
 from planner.search.space import recompute_wish, space_of
@@ -34,21 +34,12 @@ from planner.spec.profile import ModelProfile
 FULL_WORK = 6000
 """Parts of the space taken up for one relaxed problem."""
 BRIEF_WORK = 300
-_ENDLESS = Options(time_limit_seconds=86400.0)
 _SHARES = (16, 4, 1)
 """More memory by these parts of what there is, rounded down to a power of two: 4, 16 and 64 GiB more beside 80 GB."""
 _LEAST_GAIN = 1e-4
 """Less is not worth a sentence."""
 _MOST_TIMES = 8
 """As many nodes, where nothing fits on those there are."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How much may be done for the answer, and by whom it may be stopped."""
-
-    work: int
-    should_stop: Callable[[], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +132,8 @@ def _searched(profile: ModelProfile, change: _Change, limits: Limits, ceiling: i
     """The relaxed problem, searched below a ceiling: (X2); None where the documents no longer go together."""
     with suppress(SpecError):
         work = workload(profile, change.cluster, change.job)
-        state = begin(work, space_of(work), _ENDLESS, Callbacks(should_stop=_Counted(limits)), ceiling)
+        state = begin(work, space_of(work), Options(), Callbacks(should_stop=_Counted(limits)), ceiling)
+        state.deadline = limits.deadline
         while state.is_open and state.seconds_left() > 0:
             advance(state)
         return state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,6 +30,22 @@ class Callbacks:
 
     on_progress: Callable[[Progress], None] | None = None
     should_stop: Callable[[], bool] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much may be done for what is told besides the plan."""
+
+    work: int
+    """Parts of the space taken up for one question."""
+    deadline: float
+    """Of `time.monotonic`."""
+    callbacks: Callbacks
+
+    def should_stop(self) -> bool:
+        """The caller wants to stop, or the time is over."""
+        asked = self.callbacks.should_stop is not None and self.callbacks.should_stop()
+        return asked or time.monotonic() > self.deadline
 
 
 @dataclass(frozen=True, slots=True)
