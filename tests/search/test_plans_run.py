@@ -1,0 +1,44 @@
+"""Whatever the search returns, the executor takes: it checks every plan before any process group starts."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+
+from planner.cost import workload
+from planner.executor.support import check_plan
+from planner.search import plan
+from planner.search.space import SEARCHED, layouts
+from planner.spec import Plan
+from planner.validate import check
+from tests.builders import cluster, job, layer, profile, request
+from tests.strategies import Instance, instances
+
+MODEL = profile(layer(parameters=1000, activation=5000, kept=100, modes=("none", "selective", "full")) * 8)
+
+
+@settings(max_examples=30)
+@given(instances())
+def test_plans_of_any_request(instance: Instance) -> None:
+    """The executor refuses no plan."""
+    found = plan(request(instance.profile, instance.cluster, instance.job), instance.profile)
+    if isinstance(found, Plan):
+        check_plan(found)
+
+
+@pytest.mark.parametrize("name", SEARCHED)
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_plans_of_every_schedule(name: str, zero_stage: int) -> None:
+    """Of every schedule that the search chooses, with every ZeRO stage, at every number of stages per rank."""
+    machines, step = cluster(4), job(8, schedule=name, zero_stage=zero_stage, pipeline_parallel_degree=2)
+    possible = list(layouts(workload(MODEL, machines, step)))
+    assert possible
+    for virtual in {layout.virtual_stages_per_rank for layout in possible}:
+        for recompute in {layout.recompute for layout in possible}:
+            fixed = dict(step.constraints) | {"virtual_stages_per_rank": virtual, "recompute": recompute}
+            asked = step.model_copy(update={"constraints": fixed})
+            found = plan(request(MODEL, machines, asked, top=0), MODEL)
+            assert isinstance(found, Plan)
+            assert (found.layout.schedule, found.layout.zero_stage) == (name, zero_stage)
+            check_plan(found)
+            assert check(found, MODEL).problems == ()
