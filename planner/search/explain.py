@@ -90,7 +90,7 @@ def explanation(best: Candidate, prediction: Prediction, found: Found) -> tuple[
     spent = ", ".join(
         f"{100 * getattr(prediction.breakdown, part) / prediction.step_seconds:.0f} % {_PARTS[part]}"
         for part in shares
-        if getattr(prediction.breakdown, part) > 0
+        if getattr(prediction.breakdown, part) >= 0.005 * prediction.step_seconds
     )
     fullest = max(prediction.memory, key=lambda row: row.peak_bytes / row.capacity_bytes)
     return (
