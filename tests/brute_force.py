@@ -18,7 +18,7 @@ from planner.spec.cluster import Cluster
 from planner.spec.job import WHOLE_PARAMETERS, Job
 from planner.spec.layout import Layout
 from planner.spec.plan import RankPlacement
-from planner.spec.profile import ModelProfile, RecomputeMode
+from planner.spec.profile import Measurement, ModelProfile, RecomputeMode
 from planner.validate.actions import parse
 from planner.validate.facts import Facts, gather
 from planner.validate.prediction import StepCheck
@@ -67,25 +67,49 @@ class Priced:
 
 def layouts(profile: ModelProfile, cluster: Cluster, job: Job) -> Iterator[Layout]:
     """Every layout of the space, constraints apart."""
-    rows = [{(row.micro_batch_size, row.tensor_parallel_degree) for row in one.measurements} for one in profile.layers]
+    rows = [{split_of(row) for row in one.measurements} for one in profile.layers]
     whole = job.optimizer in WHOLE_PARAMETERS
-    for size, tensor in sorted(set.intersection(*rows)):
-        if tensor > 1 and whole:
+    for split in sorted(set.intersection(*rows)):
+        size, tensor, context, expert, sequence = split
+        pieces = context * (tensor if sequence else 1)
+        if (whole and tensor * expert > 1) or job.sequence_length % pieces or (sequence and context > 1):
             continue
         for data, pipeline in product(range(1, cluster.devices + 1), range(1, len(profile.layers) + 1)):
-            if data * tensor * pipeline == cluster.devices and job.global_batch_size % (data * size) == 0:
-                micro_batches = job.global_batch_size // (data * size)
-                for zero, order in product(
-                    (0,) if whole or data == 1 else (0, 1, 2, 3), orders(profile, pipeline, micro_batches)
-                ):
-                    yield Layout(
-                        data_parallel_degree=data,
-                        tensor_parallel_degree=tensor,
-                        pipeline_parallel_degree=pipeline,
-                        micro_batch_size=size,
-                        zero_stage=zero,
-                        **order,
-                    )
+            if data * tensor * pipeline * context != cluster.devices or job.global_batch_size % (data * size):
+                continue
+            if data * context % expert:
+                continue
+            micro_batches = job.global_batch_size // (data * size)
+            alone = whole or data * context == 1 or (pipeline > 1 and shares_shards(profile, split))
+            for zero, order in product((0,) if alone else (0, 1, 2, 3), orders(profile, pipeline, micro_batches)):
+                yield Layout(
+                    data_parallel_degree=data,
+                    tensor_parallel_degree=tensor,
+                    pipeline_parallel_degree=pipeline,
+                    context_parallel_degree=context,
+                    expert_parallel_degree=expert,
+                    sequence_parallel=sequence,
+                    micro_batch_size=size,
+                    zero_stage=zero,
+                    **order,
+                )
+
+
+def split_of(row: Measurement) -> tuple[int, int, int, int, bool]:
+    """What splits the layer that a row tells of."""
+    degrees = (row.tensor_parallel_degree, row.context_parallel_degree, row.expert_parallel_degree)
+    return (row.micro_batch_size, *degrees, row.sequence_parallel)
+
+
+def shares_shards(profile: ModelProfile, split: tuple[int, int, int, int, bool]) -> bool:
+    """Does some user of a shared parameter hold fewer elements than it has?"""
+    for shared in profile.shared_parameters:
+        for user in (one for one in profile.layers if one.name in shared.layers):
+            row = next(each for each in user.measurements if split_of(each) == split)
+            held = -(-user.parameters // split[1]) if row.local_parameters is None else row.local_parameters
+            if held < shared.parameters:
+                return True
+    return False
 
 
 def orders(profile: ModelProfile, pipeline: int, micro_batches: int) -> Iterator[dict[str, Any]]:
@@ -105,9 +129,12 @@ def orders(profile: ModelProfile, pipeline: int, micro_batches: int) -> Iterator
 
 
 def place(layout: Layout, devices_per_node: int) -> tuple[RankPlacement, ...]:
-    """Tensor innermost, then data, then pipeline; ranks fill the nodes in order."""
+    """Tensor innermost, then context, data, pipeline; experts over neighbours; ranks fill the nodes in order."""
     grid = product(
-        range(layout.pipeline_parallel_degree), range(layout.data_parallel_degree), range(layout.tensor_parallel_degree)
+        range(layout.pipeline_parallel_degree),
+        range(layout.data_parallel_degree),
+        range(layout.context_parallel_degree),
+        range(layout.tensor_parallel_degree),
     )
     return tuple(
         RankPlacement(
@@ -117,8 +144,10 @@ def place(layout: Layout, devices_per_node: int) -> tuple[RankPlacement, ...]:
             pipeline=pipeline,
             data=data,
             tensor=tensor,
+            context=context,
+            expert=(data * layout.context_parallel_degree + context) % layout.expert_parallel_degree,
         )
-        for rank, (pipeline, data, tensor) in enumerate(grid)
+        for rank, (pipeline, data, context, tensor) in enumerate(grid)
     )
 
 

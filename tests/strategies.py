@@ -5,14 +5,16 @@ All costs are whole microseconds and whole bytes; link speeds are primes, so tha
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from hypothesis import strategies as st
 
 from planner.spec.cluster import Cluster
 from planner.spec.job import Job
-from planner.spec.profile import ModelProfile
+from planner.spec.profile import Collective, LayerProfile, Measurement, ModelProfile
 from tests.builders import Draft, cluster, job, link, profile
 
 _MODES = (("none",), ("none",), ("none", "full"), ("none", "selective", "full"))
@@ -88,7 +90,36 @@ def models(draw: st.DrawFn, most_layers: int = 8) -> ModelProfile:
     )
     told_for = draw(st.sampled_from((0, 0, 7, 4096)))
     longer = tuple(edge.model_copy(update={"sequence_length": told_for}) for edge in found.edges)
-    return found.model_copy(update={"edges": longer})
+    split = draw(st.sampled_from((None, None, "sequence", "context", "expert")))
+    more = tuple(also_split(layer, split) for layer in found.layers) if split else found.layers
+    return found.model_copy(update={"edges": longer, "layers": more})
+
+
+def also_split(layer: LayerProfile, how: str) -> LayerProfile:
+    """The layer with rows of ranks that split it one more way besides: faster, leaner, and with an exchange."""
+    return layer.model_copy(update={"measurements": (*layer.measurements, *_split_rows(layer, how))})
+
+
+def _split_rows(layer: LayerProfile, how: str) -> Iterator[Measurement]:
+    group = "tensor" if how == "sequence" else how
+    exchanges = tuple(
+        Collective.model_validate({"group": group, "phase": phase, "operation": operation, "bytes": 101, "count": 1})
+        for phase, operation in (("forward", "all_gather"), ("backward", "reduce_scatter"))
+    )
+    for row in layer.measurements:
+        if (row.tensor_parallel_degree > 1) != (how == "sequence"):
+            continue
+        every: dict[str, dict[str, Any]] = {
+            "sequence": {"sequence_parallel": True},
+            "context": {"context_parallel_degree": 2, "forward_seconds": 0.5 * (row.forward_seconds or 0.0)},
+            "expert": {
+                "expert_parallel_degree": 2,
+                "local_parameters": layer.parameters - layer.parameters // 4,
+                "local_expert_parameters": layer.parameters // 4,
+            },
+        }
+        leaner = {"activation_bytes": row.activation_bytes // 2, "collectives": (*row.collectives, *exchanges)}
+        yield row.model_copy(update=every[how] | leaner)
 
 
 @st.composite

@@ -263,9 +263,15 @@ def _shares_shards(work: Workload, rows: Rows) -> bool:
 
 
 def _uniform_modes(rows: Rows, wish: tuple[str, ...]) -> tuple[RecomputeMode, ...]:
-    """Modes that all layers can take alike: those that some layer offers; one that has no choice keeps what it has."""
-    offered = {mode for options in {id(one): one for one in rows}.values() for mode in options}
-    return tuple(mode for mode in MODES if mode in offered and ("per-layer" in wish or mode in wish)) or MODES[:1]
+    """Modes that all layers can take alike: each takes it, or offers no wished mode and keeps what it has."""
+    kinds = {id(options): frozenset(options) for options in rows}.values()
+    offered = frozenset[RecomputeMode]().union(*kinds)
+    wished = offered if "per-layer" in wish else offered.intersection(wish)
+    if "per-layer" in wish:
+        return tuple(mode for mode in MODES if mode in offered)
+    if not wished:
+        return MODES[:1]
+    return tuple(mode for mode in MODES if mode in wished and all(mode in each or not wished & each for each in kinds))
 
 
 _FIELDS = {

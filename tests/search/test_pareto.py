@@ -32,7 +32,8 @@ def parts(machines: Cluster) -> list[Cluster]:
 
 
 def each_alone(model: ModelProfile, machines: Cluster, step: Job) -> list[Figures]:
-    """The fastest plan of every part and share, and where it stands."""
+    """The fastest plan of every part and share, and the memory that it might have used: of plans that are as fast as
+    each other, either may stand on the front."""
     memory = machines.node_groups[0].device.memory_bytes  # type: ignore[union-attr]
     found = []
     for one in parts(machines):
@@ -41,8 +42,7 @@ def each_alone(model: ModelProfile, machines: Cluster, step: Job) -> list[Figure
             lean = step.model_copy(update={"memory_headroom": headroom})
             best = plan(request(model, one, lean, top=0), model)
             if isinstance(best, Plan):
-                peak = max(row.peak_bytes for row in best.prediction.memory)
-                found.append((one.devices, best.prediction.step_seconds, peak))
+                found.append((one.devices, best.prediction.step_seconds, int(share * memory)))
     return found
 
 
