@@ -5,7 +5,7 @@ validator. With ``--data PATH`` also the cases that need published files: measur
 reads them) and PipeDream's profiles (``graph.txt``), wherever they lie below PATH. ``--json`` prints one JSON object.
 
 Seconds are those of one run and need an idle machine: the load before and after is part of the output, and the seconds
-of the processor, which hardly depend on it, stand beside those of the clock.
+of the processor, which depend on it less, stand beside those of the clock.
 """
 
 from __future__ import annotations
