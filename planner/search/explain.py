@@ -109,10 +109,12 @@ def _objective_text(job: Job, found: Found) -> tuple[str, ...]:
     devices, parts = found.part.devices, found.report.clusters_considered
     match job.objective:
         case "cost":
-            return (f"Of {parts} parts of the cluster, {devices} devices train a token at the least price.",)
+            among = "" if found.report.optimal else " of the plans found"
+            return (f"Of {parts} parts of the cluster, {devices} devices train a token at the least price{among}.",)
         case "devices":
             return (
-                f"{devices} devices are the fewest whose step meets the deadline of {job.deadline_seconds:g} s: "
+                f"{devices} devices are the fewest {'' if found.report.optimal else 'found '}whose step meets the "
+                f"deadline of {job.deadline_seconds:g} s: "
                 f"of the cluster's parts {parts} {'was' if parts == 1 else 'were'} looked at, fewest devices first.",
             )
     return ()

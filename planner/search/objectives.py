@@ -29,6 +29,8 @@ from planner.spec.plan import PlanRequest, SearchReport
 from planner.spec.profile import ModelProfile
 
 _OPTIMAL_GAP = 1e-6
+_FEW_PARTS = 16
+"""Fewer are simply taken in order."""
 _ROUNDING = 1e-12
 """Seconds of a deadline are no whole ticks in binary."""
 
@@ -64,10 +66,8 @@ class Contest:
 
     winner: Contender
     """The part with the best plan; without any plan, the whole cluster."""
-    field: tuple[Contender, ...]
-    """All parts that were searched, the winner among them."""
     report: SearchReport
-    """Over all of them."""
+    """Over all parts that were searched."""
     missed_seconds: float | None = None
     """Fastest step of the whole cluster, where even that is behind the deadline."""
 
@@ -80,16 +80,32 @@ class _Field:
         self.started = time.monotonic()
         self.deadline = self.started + request.options.time_limit_seconds
         self.all: list[Contender] = []
+        self._known: dict[tuple[tuple[int, ...], int], Contender] = {}
+
+    @property
+    def is_over(self) -> bool:
+        """The time is over, or the caller wants to stop."""
+        asked = self.callbacks.should_stop is not None and self.callbacks.should_stop()
+        return asked or time.monotonic() > self.deadline
 
     def enter(self, part: Part, ceiling: int = NO_LIMIT) -> Contender:
-        """Bound the families of a part."""
+        """Bound the families of a part, or go on with it."""
+        place = (part.nodes, part.devices)
+        if place in self._known:
+            return self._known[place]
         work = workload(self.profile, part.cluster, self.request.job)
         space = space_of(work)
         silent = Callbacks(should_stop=self.callbacks.should_stop)
         state = begin(work, space, self.request.options, silent, ceiling)
         state.deadline = self.deadline
-        self.all.append(Contender(part, work, space, state))
+        self._known[place] = Contender(part, work, space, state)
+        self.all.append(self._known[place])
         return self.all[-1]
+
+    def settled_below(self, winner: Contender) -> bool:
+        """Is nothing open on as many devices as the winner's, or fewer? More are forgotten."""
+        self.all = [one for one in self.all if one.part.devices <= winner.part.devices]
+        return not any(one.state.is_open for one in self.all)
 
     def take_up(self, one: Contender) -> bool:
         """Take up what has the least bound; False when the time is over."""
@@ -137,26 +153,30 @@ def _fastest(field: _Field) -> Contest:
     space = space_of(work)
     state = search(work, space, field.request.options, field.callbacks)
     winner = Contender(part, work, space, state)
-    return Contest(winner, (winner,), state.report())
+    return Contest(winner, state.report())
 
 
 def _cheapest(field: _Field) -> Contest:
     check_prices(field.request.cluster)
-    for part in parts_of(field.request.cluster):
-        field.enter(part)
-    winner: Contender | None = None
-    largest = field.all[-1]
+    *others, largest = parts_of(field.request.cluster)
+    # First a plan where one is found soonest: without one to beat, the search would begin with the tightest parts.
+    first = field.enter(largest)
+    while first.state.is_open and first.state.best is None and field.take_up(first):
+        field.tell(None, 0)
+    winner = first if first.state.best else None
+    entered = [field.enter(part) for part in others if not field.is_over]
+    is_whole = len(entered) == len(others)
+    if winner is not None:
+        _hold_to(field.all, winner)
     while open_ones := [one for one in field.all if one.state.is_open]:
         one = min(open_ones, key=lambda each: (each.least_price, each.part.devices))
-        if winner is None and largest.state.is_open:
-            one = largest  # where plans fit soonest: without any, the search would begin with the tightest parts
         if not field.take_up(one):
             break
         if one.price < (winner.price if winner else math.inf):
             winner = one
             _hold_to(field.all, winner)
-        field.tell(winner, _bound_on(winner, field.all))
-    return _ended(field, winner, _bound_on(winner, field.all))
+        field.tell(winner, _bound_on(winner, field.all) if is_whole else 0)
+    return _ended(field, winner, _bound_on(winner, field.all) if is_whole else 0, first)
 
 
 def _hold_to(field: Sequence[Contender], winner: Contender) -> None:
@@ -178,25 +198,67 @@ def _fewest(field: _Field) -> Contest:
     seconds = field.request.job.deadline_seconds
     assert seconds is not None
     ceiling = math.floor(seconds / TICK_SECONDS * (1 + _ROUNDING)) + 1
-    for _, parts in groupby(parts_of(field.request.cluster), key=lambda part: part.devices):
-        same = [field.enter(part, ceiling) for part in parts]
-        winner = _first(field, same)
+    by_devices = [tuple(parts) for _, parts in groupby(parts_of(field.request.cluster), key=lambda part: part.devices)]
+    enough = _enough(field, by_devices, ceiling)
+    for parts in by_devices if enough is None else by_devices[: enough + 1]:
+        if field.is_over:
+            break
+        winner = _first(field, [field.enter(part, ceiling) for part in parts])
         if winner is not None:
-            is_proven = not any(one.state.is_open for one in field.all)
-            return _ended(field, winner, _ticks_of(winner) if is_proven else 0)
-    ended = _ended(field, None, 0)
-    free = begin(
-        ended.winner.work, ended.winner.space, field.request.options, Callbacks(None, field.callbacks.should_stop)
-    )
+            return _ended(field, winner, _ticks_of(winner) if field.settled_below(winner) else 0, winner)
+    if enough is not None:  # the time was over before all with fewer devices were excluded
+        winner = _first(field, [field.enter(part, ceiling) for part in by_devices[enough]])
+        field.settled_below(winner or field.all[-1])
+        return _ended(field, winner, 0, field.all[-1])
+    largest = field.enter(by_devices[-1][-1], ceiling)
+    ended = _ended(field, None, 0, largest)
+    return replace(ended, missed_seconds=_fastest_seconds(field, largest))
+
+
+def _enough(field: _Field, by_devices: Sequence[tuple[Part, ...]], ceiling: int) -> int | None:
+    """Place of parts that meet the deadline, with few devices that divide all: by halving, as if more were faster.
+
+    It is a plan to have before the proof that fewer do not, which takes long where there are many parts; None: there
+    are few, or none was found.
+    """
+    most = by_devices[-1][0].devices
+    places = [place for place, parts in enumerate(by_devices) if most % parts[0].devices == 0]
+    low, high = 0, len(places) - 1
+    if len(by_devices) <= _FEW_PARTS or not _finds(field, by_devices[-1], ceiling):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        if _finds(field, by_devices[places[middle]], ceiling):
+            high = middle
+        elif field.is_over:
+            break
+        else:
+            low = middle + 1
+    return places[high]
+
+
+def _finds(field: _Field, parts: Sequence[Part], ceiling: int) -> bool:
+    """Is there a plan on one of these parts?"""
+    for one in [field.enter(part, ceiling) for part in parts]:
+        while one.state.is_open and one.state.best is None and field.take_up(one):
+            field.tell(None, 0)
+        if one.state.best is not None:
+            return True
+    return False
+
+
+def _fastest_seconds(field: _Field, largest: Contender) -> float | None:
+    """Step of the fastest plan on all devices, whatever the deadline; None: none fits, or the time was over."""
+    free = begin(largest.work, largest.space, field.request.options, Callbacks(None, field.callbacks.should_stop))
     free.deadline = field.deadline
     while free.is_open and free.seconds_left() > 0:
         advance(free)
-    return replace(ended, missed_seconds=free.best.ticks * TICK_SECONDS if free.best else None)
+    return free.best.ticks * TICK_SECONDS if free.best else None
 
 
 def _first(field: _Field, same: Sequence[Contender]) -> Contender | None:
     """The fastest plan of parts with equally many devices."""
-    winner: Contender | None = None
+    winner = min((one for one in same if one.state.best), key=_ticks_of, default=None)
     while open_ones := [one for one in same if one.state.is_open]:
         one = min(open_ones, key=lambda each: each.state.heap[0].bound_ticks)
         if not field.take_up(one):
@@ -209,12 +271,12 @@ def _first(field: _Field, same: Sequence[Contender]) -> Contender | None:
     return winner
 
 
-def _ended(field: _Field, winner: Contender | None, bound_ticks: int) -> Contest:
+def _ended(field: _Field, winner: Contender | None, bound_ticks: int, otherwise: Contender) -> Contest:
+    """The end: with the best plan, or without any."""
     report = _report(field, winner, bound_ticks)
     for one in field.all:
         one.state.settle()
-    last = field.all[-1]
-    return Contest(winner or last, tuple(field.all), report)
+    return Contest(winner or otherwise, report)
 
 
 def _report(field: _Field, winner: Contender | None, bound_ticks: int) -> SearchReport:
@@ -231,7 +293,7 @@ def _report(field: _Field, winner: Contender | None, bound_ticks: int) -> Search
         seconds=round(time.monotonic() - field.started, 3),
         lower_bound_seconds=min(bound_ticks, ticks) * TICK_SECONDS if winner else 0.0,
         gap=gap,
-        optimal=gap <= _OPTIMAL_GAP and (winner is not None or not still_open),
+        optimal=gap <= _OPTIMAL_GAP and (winner is not None or not (still_open or field.is_over)),
         clusters_considered=len(states),
     )
 

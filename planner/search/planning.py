@@ -203,6 +203,7 @@ def _infeasible(work: Workload, space: Space, found: Found, limits: Limits) -> I
         f"{miss.layout.tensor_parallel_degree} x pipeline {miss.layout.pipeline_parallel_degree}, micro-batch "
         f"{miss.layout.micro_batch_size}, needs {miss.needed_bytes} bytes, {miss.missing_bytes} too many"
         for miss in nearest[:1]
+        if found.report.optimal
     ]
     reasons = (reason, *advice, *map(remedy_text, helps))
     return Infeasible(reasons=reasons, nearest=nearest, relaxations=helps, search=found.report)
