@@ -91,6 +91,8 @@ def counted_profile(
 
 def _rows(data: dict[str, Any], kind: str, dtype: str, sizes: list[tuple[int, int, Split]]) -> tuple[Measurement, ...]:
     counts = data["counts"]
+    if sizes and sizes[0][1] >= data.get("window", sizes[0][1] + 1):
+        counts = counts | data["windowed_counts"]
 
     def count(split: Split) -> dict[str, Any]:
         # Layers without experts are not stored once more.

@@ -19,9 +19,10 @@ from profiler.splits import WHOLE, Split, splits
 
 COUNTED_TYPES: tuple[DataType, ...] = ("fp32", "bf16")
 """fp16 has the figures of bf16."""
-SEVERAL_SAMPLES: tuple[Size, ...] = (*product((2, 3), (16, 32, 80)), (5, 23), (4, 2))
-"""Six sizes determine the polynomials, the others verify them: an odd length, and the shortest."""
-ONE_SAMPLE: tuple[Size, ...] = ((1, 16), (1, 80), (1, 23), (1, 2))
+SEVERAL_SAMPLES: tuple[Size, ...] = (*product((2, 3), (16, 32, 48)), (5, 23), (4, 2))
+"""Six sizes determine the polynomials, the others verify them: an odd length, and the shortest. So short that sequences
+stay below sliding windows, though every rank of a sequence-parallel group has that many tokens."""
+ONE_SAMPLE: tuple[Size, ...] = ((1, 16), (1, 48), (1, 23), (1, 2))
 """Three sizes determine polynomials of their own where one sample runs other kernels than several."""
 SEVERAL_IMAGES: tuple[Size, ...] = ((2, 0), (3, 0), (7, 0))
 ONE_IMAGE: tuple[Size, ...] = ((1, 0),)
@@ -43,6 +44,14 @@ def count_model(source: ModelSource) -> dict[str, Any]:
     cut = source.cut()
     counters = {dtype: Counter(source, dtype) for dtype in COUNTED_TYPES}
     counter = counters["fp32"]
+    keys = [
+        (dtype, split, kind)
+        for dtype in COUNTED_TYPES
+        for split in _splits(source)
+        for kind in counter.representatives
+        if split.expert == 1 or counter.holds_experts(kind)
+    ]
+    counts = {_key(*key): _fit(counters[key[0]], key[2], key[1]) for key in keys}
     return {
         "model": source.name,
         "model_digest": source.digest,
@@ -54,14 +63,33 @@ def count_model(source: ModelSource) -> dict[str, Any]:
         **_edges(source),
         "shared_parameters": [shared.model_dump(mode="json") for shared in cut.shared_parameters],
         "layers": [(layer.name, layer.kind, layer.modules) for layer in cut.layers],
-        "counts": {
-            f"{dtype} {split.code} {kind}": _fit(counters[dtype], kind, split)
-            for dtype in COUNTED_TYPES
-            for split in _splits(source)
-            for kind in counter.representatives
-            if split.expert == 1 or counter.holds_experts(kind)
-        },
+        "counts": counts,
+        **_windowed(source, {_key(*key): (counters[key[0]], key[2], key[1]) for key in keys}, counts),
     }
+
+
+def _key(dtype: DataType, split: Split, kind: str) -> str:
+    return f"{dtype} {split.code} {kind}"
+
+
+def window_of(source: ModelSource) -> int | None:
+    """Tokens of the sliding window of some of the model's layers; None: all attend to all tokens."""
+    config = source.config and source.config.get_text_config()
+    window: int | None = getattr(config, "sliding_window", None)
+    is_used = "sliding_attention" in (getattr(config, "layer_types", None) or ("sliding_attention",))
+    return window if window and is_used and window <= (source.longest_sequence or window) else None
+
+
+def _windowed(
+    source: ModelSource, fitted: dict[str, tuple[Counter, str, Split]], counts: dict[str, Any]
+) -> dict[str, Any]:
+    """Under ``windowed_counts``, for sequences of ``window`` tokens and more: polynomials of their own of the layers
+    that run other kernels then, with the window as a mask."""
+    window = window_of(source)
+    if window is None:
+        return {}
+    found = {key: data for key, one in fitted.items() if (data := _fit(*one, window=window)) != counts[key]}
+    return {"window": window, "windowed_counts": found} if found else {}
 
 
 def _further_splits(source: ModelSource) -> dict[str, Any]:
@@ -94,9 +122,13 @@ def _edges(source: ModelSource) -> dict[str, Any]:
     return {"edges": found} if any(found.values()) else {}
 
 
-def _fit(counter: Counter, kind: str, split: Split) -> dict[str, Any]:
+def _fit(counter: Counter, kind: str, split: Split, window: int = 0) -> dict[str, Any]:
     """Polynomials in the micro-batch size and the tokens that one rank has between its layers: their coefficients are
-    whole numbers, which those of a part in terms of the whole sequence need not be."""
+    whole numbers, which those of a part in terms of the whole sequence need not be.
+
+    Args:
+        window: for sequences of so many tokens and more.
+    """
     parts = split.sequence_parts
 
     def count(size: Size) -> LayerCount:
@@ -104,6 +136,7 @@ def _fit(counter: Counter, kind: str, split: Split) -> dict[str, Any]:
 
     tokens = counter.source.input_kind == "tokens"
     several, one = (SEVERAL_SAMPLES, ONE_SAMPLE) if tokens else (SEVERAL_IMAGES, ONE_IMAGE)
+    several, one = (tuple((b, s + window) for b, s in sizes) for sizes in (several, one))
     data = fit_layer({size: count(size) for size in several})
     counts = {size: count(size) for size in one}
     if any(_row(evaluate_layer(data, size)) != _row(count) for size, count in counts.items()):
@@ -121,7 +154,7 @@ def _dump(data: dict[str, Any]) -> str:
     for key, value in data.items():
         if key == "layers":
             text = "[\n" + ",\n".join(map(_compact, value)) + "\n]"
-        elif key == "counts":
+        elif key in ("counts", "windowed_counts"):
             text = "{\n" + ",\n".join(f"{_compact(name)}:{_compact(each)}" for name, each in value.items()) + "\n}"
         else:
             text = _compact(value)

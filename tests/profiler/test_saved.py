@@ -187,15 +187,43 @@ def test_layers_add_up_to_what_the_whole_model_keeps(name: str, tmp_path: Path):
     assert counted == saved_by_model(source, source.example_inputs(*size))
 
 
+@pytest.mark.parametrize(("name", "windowed"), [("gemma3", 2), ("mistral", 3)])
+def test_windowed_layers_keep_their_mask(name: str, windowed: int, tmp_path: Path):
+    """A sliding window reaches attention as a mask: each such layer keeps it as a bias of its own, one number per pair
+    of tokens, as a real forward does; below the window's length nothing is kept, and nothing but the causal flag is
+    handed on. The kernel is given all pairs, so its FLOPs are those of full attention."""
+    source = _load(name, tmp_path)
+    counter = Counter(source, "fp32")
+    size = (BATCH, TOKENS)
+    kept = sum(counter.count(each.kind, *size).modes["none"].kept_bytes for each in counter.layers)
+    flash = len(counter.layers) - 2 - windowed
+    assert kept - RANDOM_STATE_BYTES * flash == saved_by_model(source, source.example_inputs(*size))
+    for tokens in (3, TOKENS):  # shorter than the window, and longer
+        blocks = [counter.count(each.kind, BATCH, tokens) for each in counter.layers[1:-1]]
+        attentions = [kernel.flops for block in blocks for kernel in block.kernels if kernel.kind == "attention"]
+        assert attentions == [4 * BATCH * 4 * tokens * tokens * 8] * 3
+
+
+def test_a_window_costs_the_bytes_of_its_mask(tmp_path: Path):
+    """A windowed layer keeps, besides what its full twin does, a bias of 4 bytes per pair of tokens and sample, and
+    keys and values of all heads, as attention with a mask takes no grouped ones; it lacks flash's random state."""
+    counter = Counter(_load("gemma3", tmp_path), "fp32")
+    windowed, full = (counter.count(counter.layers[at].kind, BATCH, TOKENS).modes["none"].kept_bytes for at in (1, 2))
+    bias, repeated = 4 * BATCH * TOKENS * TOKENS, 2 * BATCH * TOKENS * (4 - 2) * 8 * 4
+    assert windowed - full == bias + repeated - RANDOM_STATE_BYTES
+
+
 @pytest.mark.parametrize("mode", ["selective", "full"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "resnet-50", "mixtral"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "resnet-50", "unet", "mixtral"])
 def test_recomputed_layers_add_up_to_what_the_whole_model_keeps(name: str, mode: RecomputeMode, tmp_path: Path):
     """With recomputation, too: nothing else lives between forward and backward, but inputs and outputs of the model,
     and the position ids (8 bytes per token) that torch's checkpoint holds for the blocks of a model with rotary
-    tables."""
+    tables. A skip that two recomputing layers take counts in both, since either may stand in a stage of its own or not
+    recompute."""
     source = _load(name, tmp_path)
     size = (BATCH, TOKENS if source.input_kind == "tokens" else 0)
     counted, modes = _counted_whole(Counter(source, "fp32"), mode, size)
+    counted -= sum(edge.bytes for edge in source.edges(size[1], torch.float32)) * BATCH
     model = source.cut().stage(source.build(), 0, len(modes), recompute=modes)
     inputs = source.example_inputs(*size)
     if hasattr(model.__dict__.get("forward"), "prepare"):
