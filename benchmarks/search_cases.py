@@ -35,7 +35,9 @@ DIFFERENT_DEVICES, DIFFERENT_EDGES = 64, 20
 
 def small(count: int) -> list[Row]:
     """Random small requests on devices that hold exactly what some stage map needs, against brute force."""
-    run, wrong, complaints = 0, [], []
+    run = 0
+    wrong: list[int] = []
+    complaints: list[object] = []
 
     @settings(
         max_examples=count, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
