@@ -92,7 +92,7 @@ def counted_profile(
 def _rows(data: dict[str, Any], kind: str, dtype: str, sizes: list[tuple[int, int, Split]]) -> tuple[Measurement, ...]:
     counts = data["counts"]
     if sizes and sizes[0][1] >= data.get("window", sizes[0][1] + 1):
-        counts = counts | data["windowed_counts"]
+        counts = counts | _windowed_counts(data)
 
     def count(split: Split) -> dict[str, Any]:
         # Layers without experts are not stored once more.
@@ -102,6 +102,17 @@ def _rows(data: dict[str, Any], kind: str, dtype: str, sizes: list[tuple[int, in
     return rows_of(
         ((b, s, split), evaluate_layer(count(split), (b, s // split.sequence_parts))) for b, s, split in sizes
     )
+
+
+def _windowed_counts(data: dict[str, Any]) -> dict[str, Any]:
+    """Of sequences that are longer than the model's sliding window."""
+    if "windowed_counts" not in data:
+        raise DocumentError(
+            f"the stored counts of {data['model']} hold for sequences below its sliding window of {data['window']} tokens.",
+            field="sequence_length",
+            mend=f"count it with torch: planner profile {data['model']} --device analytic:ID --sequence-length N -o FILE.",
+        )
+    return cast("dict[str, Any]", data["windowed_counts"])
 
 
 @cache

@@ -95,6 +95,15 @@ def test_sizes_that_the_model_does_not_take_are_refused(name: str, sizes: dict, 
     assert fresh.value.problems == caught.value.problems
 
 
+def test_lengths_that_no_stored_count_holds_for_are_refused(monkeypatch: pytest.MonkeyPatch):
+    """Without counts beyond the sliding window, those below it are not used for longer sequences."""
+    data = {key: value for key, value in counted._stored("gemma-3-1b").items() if key != "windowed_counts"}
+    monkeypatch.setattr(counted, "_stored", lambda name: data)
+    assert counted.counted_profile("gemma-3-1b", sequence_length=511).layers
+    with pytest.raises(DocumentError, match="below its sliding window of 512 tokens"):
+        counted.counted_profile("gemma-3-1b", sequence_length=512)
+
+
 def test_unknown_models_are_refused():
     """A name without an entry is refused as everywhere."""
     with pytest.raises(UnknownNameError, match=r"did you mean .*\bgpt2\?"):
