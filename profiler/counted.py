@@ -107,10 +107,11 @@ def _rows(data: dict[str, Any], kind: str, dtype: str, sizes: list[tuple[int, in
 def _windowed_counts(data: dict[str, Any]) -> dict[str, Any]:
     """Of sequences that are longer than the model's sliding window."""
     if "windowed_counts" not in data:
+        name, window = data["model"], data["window"]
         raise DocumentError(
-            f"the stored counts of {data['model']} hold for sequences below its sliding window of {data['window']} tokens.",
+            f"the stored counts of {name} hold for sequences below its sliding window of {window} tokens.",
             field="sequence_length",
-            mend=f"count it with torch: planner profile {data['model']} --device analytic:ID --sequence-length N -o FILE.",
+            mend=f"count it with torch: planner profile {name} --device analytic:ID --sequence-length N -o FILE.",
         )
     return cast("dict[str, Any]", data["windowed_counts"])
 
