@@ -49,7 +49,7 @@ class Workload:
         """Devices that reach each other by `intra_node`: a node's, or those of several nodes (NVL72)."""
         return domain_of(self.cluster.node_groups[0])
 
-    @property
+    @cached_property
     def recipe(self) -> OgpRecipe:
         """Bytes per parameter of this precision and optimizer, as this framework keeps them."""
         plain = recipe(self.job.precision, self.job.optimizer)

@@ -176,8 +176,13 @@ def deal(work: tuple[int, ...], stage_ranks: tuple[int, ...]) -> tuple[int, ...]
         work: of every layer.
         stage_ranks: pipeline rank of every stage.
     """
-    even = even_sizes(np.array(work, dtype=np.int64), len(stage_ranks))
+    even = _even(work, len(stage_ranks))
     return tuple(balanced(np.array(work, dtype=np.int64), even, np.array(stage_ranks)).tolist())
+
+
+@lru_cache(maxsize=1024)
+def _even(work: tuple[int, ...], stages: int) -> _Sizes:
+    return even_sizes(np.array(work, dtype=np.int64), stages)
 
 
 def even_sizes(work: _Sizes, stages: int) -> _Sizes:

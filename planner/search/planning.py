@@ -136,7 +136,8 @@ def _explained(answer: Plan, profile: ModelProfile, found: Found, limits: Limits
 def _found(ended: Contest, top: int) -> Found:
     part, work, space, state = ended.winner.part, ended.winner.work, ended.winner.space, ended.winner.state
     if state.best is None:
-        return Found(part, (), ended.report, tuple(unfit(work, space)))
+        # Only a search that ended knows that nothing fits, and what misses by how much.
+        return Found(part, (), ended.report, tuple(unfit(work, space)) if ended.report.optimal else ())
     candidates = sorted((state.best, *rivals(state, top)), key=lambda one: one.ticks)
     return Found(part, tuple(candidates), improved(ended.report, candidates[0].ticks), ())
 

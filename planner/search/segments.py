@@ -185,7 +185,13 @@ class Segments:
     @cached_property
     def fits(self) -> Mask:
         """Segments that exist and have a recompute choice within the capacity."""
-        return self.is_segment & (self.least_bytes <= self.room_bytes)
+        leanest = self._sums(lambda options: min(cost.activation_bytes for cost in options))
+        held = self.fixed_bytes + self._units * leanest
+        surely = self.is_segment & (held + self._largest(_temporary_of_leanest) <= self.room_bytes)
+        maybe = self.is_segment & ~surely & (held + self._largest(_least_temporary) <= self.room_bytes)
+        if maybe.any():
+            surely |= maybe & (self.least_bytes <= self.room_bytes)
+        return surely
 
     @cached_property
     def choosers(self) -> tuple[LayerModes, ...]:
@@ -222,22 +228,35 @@ class Segments:
         best = np.full(rest.shape, _IMPOSSIBLE)
         for limit in sorted({cost.temporary_bytes for cost in options}):
             allowed = tuple(cost for cost in options if cost.temporary_bytes <= limit)
-            bytes_left = self._bytes_left(limit)
-            for amount in np.unique(self._amount[self.is_segment]):
-                here = self.is_segment & (self._amount == amount)
-                mix = _mix(_keeping(allowed), int(amount))
-                best[here] = np.minimum(best[here], mix.least_ticks(bytes_left[here]))
+            bytes_left = self._bytes_left[limit]
+            flat, left = best.reshape(-1), bytes_left.reshape(-1)
+            for amount, here in self._by_amount:
+                flat[here] = np.minimum(flat[here], _mix(_keeping(allowed), amount).least_ticks(left[here]))
         # What fits in no mode is no segment of any stage map (`fits`): any bound will do there.
         cheapest = self._amount * min(cost.backward_ticks for cost in options)
         return rest + np.where(best < _IMPOSSIBLE, best, cheapest)
+
+    @cached_property
+    def _by_amount(self) -> list[tuple[int, NDArray[np.intp]]]:
+        """Flat places of the segments with so many layers that can recompute."""
+        places = np.flatnonzero(self.is_segment)
+        amounts = self._amount.reshape(-1)[places]
+        order = np.argsort(amounts, kind="stable")
+        values, starts = np.unique(amounts[order], return_index=True)
+        return list(zip(values.tolist(), np.split(places[order], starts[1:]), strict=True))
 
     @cached_property
     def _amount(self) -> Table:
         """Layers of a segment that can recompute."""
         return self._sums(lambda options: int(len(options) > 1))
 
-    def _bytes_left(self, limit: int) -> Table:
-        """What one micro-batch may keep of the layers that can recompute, with temporaries of so many bytes."""
+    @cached_property
+    def _bytes_left(self) -> dict[int, Table]:
+        """What one micro-batch may keep of the layers that can recompute, by the bytes of their temporaries."""
+        (options,) = self.choosers
+        return {limit: self._left(limit) for limit in sorted({cost.temporary_bytes for cost in options})}
+
+    def _left(self, limit: int) -> Table:
         others = self._largest(lambda options: options[0].temporary_bytes if len(options) == 1 else 0)
         temporary = np.maximum(others, np.where(self._amount > 0, limit, 0))
         kept = self._sums(lambda options: options[0].activation_bytes if len(options) == 1 else 0)
@@ -267,7 +286,7 @@ class Segments:
         found: list[tuple[int, list[RecomputeMode]]] = []
         for limit in sorted({cost.temporary_bytes for cost in options}):
             allowed = tuple(cost for cost in options if cost.temporary_bytes <= limit)
-            found += _mix(_keeping(allowed), amount).modes(int(self._bytes_left(limit)[stage, x, y]), allowed)
+            found += _mix(_keeping(allowed), amount).modes(int(self._bytes_left[limit][stage, x, y]), allowed)
         if not found:
             return [min(options, key=lambda cost: cost.activation_bytes).mode] * amount
         return min(found, key=lambda each: each[0])[1]
@@ -354,3 +373,7 @@ def _least_rate(options: LayerModes) -> float:
         if (saved := options[0].activation_bytes - more.activation_bytes) > 0
     ]
     return min(rates, default=0.0)
+
+
+def _temporary_of_leanest(options: LayerModes) -> int:
+    return min((cost.activation_bytes, cost.temporary_bytes) for cost in options)[1]

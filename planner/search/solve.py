@@ -11,6 +11,8 @@
     (F5)  a layout without ZeRO is left out beside the same one under ZeRO 1 where that reduces and updates faster and
           all else is equal                                                                             -> _groups()
 
+    (F6)  before all that, a plan at once: the most even cut of a family that fits                   -> _dive()
+
 Ties go to the smaller bound, then to the order of enumeration, so the same request gives the same plan.
 """
 
@@ -42,6 +44,10 @@ from planner.spec.layout import Layout, RecomputeWord, ZeroStage
 from planner.spec.plan import Options, SearchReport
 
 _OPTIMAL_GAP = 1e-6
+_DIVES = 8
+"""Cuts tried for a first plan."""
+_DIVED_INTO = 100
+"""Families looked at for it."""
 _NEAREST = 8
 """Families among which the nearest misses are looked for."""
 
@@ -214,6 +220,8 @@ class State:
 def search(work: Workload, space: Space, options: Options, callbacks: Callbacks) -> State:
     """Find and prove the best plan of the space: equations (F1) to (F4). Where the search ended."""
     state = begin(work, space, options, callbacks)
+    if state.seconds_left() > 0:
+        _dive(state)
     while state.is_open and state.seconds_left() > 0:
         advance(state)
     state.settle()
@@ -226,6 +234,28 @@ def begin(work: Workload, space: Space, options: Options, callbacks: Callbacks, 
     for one in _families(work, space):
         state.push(one)
     return state
+
+
+def _dive(state: State) -> None:
+    """A plan at once, wherever one is found: the most even cut of a family that fits, in the order of their bounds."""
+    families = [one.item for one in sorted(state.heap) if isinstance(one.item, Family)]
+    tries = _DIVES
+    for family in families[:_DIVED_INTO]:
+        order = [each for each in family.orders if not each.is_dealt][-1:]
+        if not order or tries == 0:
+            continue
+        costs = layout_costs(state.work, family.layout(family.zero_stages[-1], order[0]))
+        modes = allowed_modes(costs, state.wish)
+        if not may_fit(costs, modes, warm_ups(costs)):
+            continue
+        tries -= 1
+        search = LayoutSearch(costs, modes, limit_ticks=state.limit_ticks)
+        search.start()
+        search.improve(0)
+        if search.best is not None:
+            state.take(Candidate(costs, search.schedule, *search.best))
+            state.tell()
+            return
 
 
 def advance(state: State) -> None:

@@ -22,6 +22,7 @@ the terms one after the other, which is the cost model's business.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import get_args
 
@@ -94,6 +95,7 @@ STATES: dict[OptimizerName, int] = {"sgd": 0, "momentum": 1, "adam": 2, "adamw":
 """Tensors of the parameter's shape that `torch.optim` keeps: none, momentum_buffer, exp_avg and exp_avg_sq."""
 
 
+@cache
 def recipe(precision: Precision, optimizer: OptimizerName) -> OgpRecipe:
     """The recipe of a precision and an optimizer.
 
