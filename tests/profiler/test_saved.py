@@ -223,7 +223,8 @@ def test_recomputed_layers_add_up_to_what_the_whole_model_keeps(name: str, mode:
     source = _load(name, tmp_path)
     size = (BATCH, TOKENS if source.input_kind == "tokens" else 0)
     counted, modes = _counted_whole(Counter(source, "fp32"), mode, size)
-    counted -= sum(edge.bytes for edge in source.edges(size[1], torch.float32)) * BATCH
+    if name == "unet":  # the only one of them with skips
+        counted -= sum(edge.bytes for edge in source.edges(size[1], torch.float32)) * BATCH
     model = source.cut().stage(source.build(), 0, len(modes), recompute=modes)
     inputs = source.example_inputs(*size)
     if hasattr(model.__dict__.get("forward"), "prepare"):

@@ -51,8 +51,8 @@ def test_no_alias_is_claimed_twice() -> None:
 
 
 def test_runnable_schedules() -> None:
-    """The executor runs all but those that cut sequences, copy stages or keep old weights."""
-    left = {"seqpipe", "seqvpp", "seqsmartvpp", "dualpipe", "chimera", "pipedream"}
+    """The executor runs all but those that copy stages or keep old weights."""
+    left = {"dualpipe", "chimera", "pipedream"}
     assert set(names(runnable_only=True)) == set(names()) - left
 
 
