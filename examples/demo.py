@@ -140,9 +140,9 @@ def wait_until_ready(address: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def request_plan(address: str) -> dict[str, Any]:
-    """Ask for a plan, first of one device (which cannot), then of all."""
+    """Ask for a plan, first with the whole model on every device (which cannot be), then of any kind."""
     body = {"profile": read("profile.json"), "cluster": read("cluster.json"), "job": read("job.json")}
-    single = {"pipeline_parallel_degree": 1, "tensor_parallel_degree": 1}
+    single = {"pipeline_parallel_degree": 1, "tensor_parallel_degree": 1, "zero_stage": 0}
     alone = post(f"{address}/v1/plans", body | {"job": body["job"] | {"constraints": single}})
     say(f"without a split: {alone.get('status')}: {alone['reasons'][0]}")
     begun = time.monotonic()
