@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from planner.executor.sharding import like, local
+from planner.executor.sharding import local, with_local
 
 # Before torch 2.13 they had other names, which warn by now.
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -98,7 +98,7 @@ class Unit:
         for span in self.spans:
             view = self._view(self.full, span)
             view.copy_(local(span.parameter.detach()))
-            whole = nn.Parameter(like(span.parameter, view), span.parameter.requires_grad)
+            whole = nn.Parameter(with_local(span.parameter, view), span.parameter.requires_grad)
             torch.utils.swap_tensors(span.parameter, whole)  # type: ignore[no-untyped-call]
         self.shard = self._mine(self.full)
         self._own_shard = own_shard
@@ -115,7 +115,7 @@ class Unit:
         self.full_gradient = torch.zeros_like(self.full)
         self.gradient = self._mine(self.full_gradient)
         for span in self.spans:
-            span.parameter.grad = like(span.parameter, self._view(self.full_gradient, span))
+            span.parameter.grad = with_local(span.parameter, self._view(self.full_gradient, span))
 
     def gather(self) -> None:
         """Make all values again, from all ranks."""

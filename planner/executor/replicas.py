@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from planner.executor.sharding import like, local
+from planner.executor.sharding import local, with_local
 
 BUCKET_BYTES = 25 * 1024 * 1024
 """One collective's worth of gradients, as in DDP."""
@@ -155,7 +155,7 @@ class GradientReducer:
         bucket = Bucket(shards[0].new_zeros(sum(shard.numel() for shard in shards)), len(parameters), stage)
         parts = bucket.flat.split([shard.numel() for shard in shards])  # type: ignore[no-untyped-call]
         for parameter, shard, part in zip(parameters, shards, parts, strict=True):
-            parameter.grad = like(parameter, part.view(shard.shape))
+            parameter.grad = with_local(parameter, part.view(shard.shape))
             hook = partial(self._filled, bucket)
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         return bucket

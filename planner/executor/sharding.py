@@ -14,6 +14,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from planner.errors import UnsupportedError
 from planner.executor.mesh import Mesh
+from profiler.measure_shard import local as local
+from profiler.measure_shard import with_local as with_local
 from profiler.sequence_parallel import SequencePlan
 from profiler.tensor_parallel import parallel_styles, scattered_rows
 
@@ -72,25 +74,6 @@ def tied_modules(stages: Iterable[nn.Module]) -> set[str]:
         for name, parameter in stage.named_parameters(remove_duplicate=False):
             users.setdefault(id(parameter), []).append(name.rpartition(".")[0])
     return {name for names in users.values() if len(names) > 1 for name in names}
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor; a plain tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def like(parameter: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
-    """This rank's values as the parameter is: a DTensor when it is one."""
-    if not isinstance(parameter, DTensor):
-        return values
-    return DTensor.from_local(
-        values,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
 
 
 def is_split(tensor: torch.Tensor) -> bool:
