@@ -12,6 +12,8 @@ from planner.spec.document import Document
 ZeroStage = Literal[0, 1, 2, 3]
 """What is sharded over the data-parallel ranks: nothing; optimizer states; gradients too; parameters too."""
 RecomputeWord = Literal["none", "selective", "full", "per-layer"]
+RankOrder = Literal["tp-cp-dp-pp", "tp-cp-pp-dp"]
+"""Axes of the device mesh, innermost first, as Megatron-LM writes them: neighbouring ranks differ in the first."""
 
 
 class Layout(Document):
@@ -31,6 +33,11 @@ class Layout(Document):
     sequence_chunks: int = Field(default=1, ge=1)
     """Equal pieces of every micro-batch's sequence that go through the pipeline one after the other, under schedules
     that take them (Sun et al. 2024, Seq1F1B)."""
+    rank_order: RankOrder = "tp-cp-dp-pp"
+    """Which global rank stands where: stages one behind the other, each with all its replicas (``tp-cp-dp-pp``), or
+    whole pipelines one behind the other (``tp-cp-pp-dp``; Megatron-LM's --use-tp-pp-dp-mapping)."""
+    micro_batch_shares: tuple[int, ...] | None = None
+    """Micro-batches of every data-parallel rank and step, where devices differ; None: equally many."""
     recompute: RecomputeWord = "none"
     """``per-layer``: the stage map says which layers recompute."""
 
@@ -45,11 +52,13 @@ class Layout(Document):
         )
 
     def micro_batches(self, global_batch_size: int) -> int:
-        """Micro-batches of one data-parallel rank and step.
+        """Micro-batches of one data-parallel rank and step; of the one that has most, where they have shares.
 
         Raises:
-            LayoutError: the global batch does not divide.
+            LayoutError: the global batch does not divide, or the shares do not add up to it.
         """
+        if self.micro_batch_shares is not None:
+            return self._largest_share(global_batch_size, self.micro_batch_shares)
         per_round = self.data_parallel_degree * self.micro_batch_size
         if global_batch_size % per_round:
             raise LayoutError(
@@ -59,6 +68,27 @@ class Layout(Document):
                 mend=f"choose degrees whose product divides {global_batch_size}, or another global batch.",
             )
         return global_batch_size // per_round
+
+    def _largest_share(self, global_batch_size: int, shares: tuple[int, ...]) -> int:
+        wanted = global_batch_size / self.micro_batch_size
+        if len(shares) == self.data_parallel_degree and min(shares) >= 1 and sum(shares) == wanted:
+            return max(shares)
+        raise LayoutError(
+            f"micro_batch_shares {list(shares)} are {len(shares)} shares of {sum(shares)} micro-batches; the layout has "
+            f"data_parallel_degree({self.data_parallel_degree}), and global_batch_size({global_batch_size}) is "
+            f"{wanted:g} micro-batches of {self.micro_batch_size} samples.",
+            field="layout.micro_batch_shares",
+            mend=f"give {self.data_parallel_degree} numbers, each at least 1, that add up to {wanted:g}.",
+        )
+
+    def shares(self, global_batch_size: int) -> tuple[int, ...]:
+        """Micro-batches of every data-parallel rank and step.
+
+        Raises:
+            LayoutError: the global batch does not divide, or the shares do not add up to it.
+        """
+        most = self.micro_batches(global_batch_size)
+        return self.micro_batch_shares or (most,) * self.data_parallel_degree
 
     def check_devices(self, devices: int) -> None:
         """Raise `LayoutError`, showing every factor, unless the degrees multiply to the number of devices, and experts
