@@ -74,8 +74,8 @@ class Layout(Document):
         if len(shares) == self.data_parallel_degree and min(shares) >= 1 and sum(shares) == wanted:
             return max(shares)
         raise LayoutError(
-            f"micro_batch_shares {list(shares)} are {len(shares)} shares of {sum(shares)} micro-batches; the layout has "
-            f"data_parallel_degree({self.data_parallel_degree}), and global_batch_size({global_batch_size}) is "
+            f"micro_batch_shares {list(shares)} are {len(shares)} shares of {sum(shares)} micro-batches; there are "
+            f"data_parallel_degree({self.data_parallel_degree}) ranks, and global_batch_size({global_batch_size}) is "
             f"{wanted:g} micro-batches of {self.micro_batch_size} samples.",
             field="layout.micro_batch_shares",
             mend=f"give {self.data_parallel_degree} numbers, each at least 1, that add up to {wanted:g}.",
