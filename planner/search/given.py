@@ -32,7 +32,7 @@ def plan_layout(request: PlanRequest, profile: ModelProfile, layout: PredictionL
     if not forecast.fits:
         return Infeasible(reasons=forecast.reasons)
     work = workload(profile, cluster, job)
-    fixed = {field: getattr(forecast.layout, field) for field in CONSTRAINABLE}
+    fixed = {field: forecast.layout.constrained(field) for field in CONSTRAINABLE}
     given = request.model_copy(update={"job": job.model_copy(update={"constraints": fixed})})
     return Plan(
         id=given.id,

@@ -108,7 +108,7 @@ def _remedy(profile: ModelProfile, change: _Change, limits: Limits) -> Relaxatio
         fits = (one for one in near if least_memory(one, allowed_modes(one, wish))[1] <= work.capacity_bytes)
         costs = next(fits, None)
         if costs is not None:
-            given = {name: getattr(costs.layout, name) for name in CONSTRAINABLE if name != "recompute"}
+            given = {name: costs.layout.constrained(name) for name in CONSTRAINABLE if name != "recompute"}
             fixed = {**change.job.constraints, **given}
             alone = replace(change, job=change.job.model_copy(update={"constraints": fixed}))
             state = _searched(profile, alone, limits, NO_LIMIT)

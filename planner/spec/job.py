@@ -40,6 +40,7 @@ CONSTRAINABLE = (
     "expert_parallel_degree",
     "virtual_stages_per_rank",
     "zero_stage",
+    "zero_shard_degree",
     "sequence_parallel",
     "micro_batch_size",
     "schedule",

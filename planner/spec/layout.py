@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from planner.errors import LayoutError
 from planner.spec.document import Document
@@ -26,6 +26,9 @@ class Layout(Document):
     expert_parallel_degree: int = Field(default=1, ge=1)
     virtual_stages_per_rank: int = Field(default=1, ge=1)
     zero_stage: ZeroStage = 0
+    zero_shard_degree: int | None = Field(default=None, ge=1)
+    """Data- and context-parallel ranks, neighbours, that share out ZeRO's states; every such group holds a whole copy
+    (hybrid sharding: Zhang et al. 2022, "MiCS"; Zhao et al. 2023, "PyTorch FSDP", section 3.2.2). None: all of them."""
     sequence_parallel: bool = False
     micro_batch_size: int = Field(default=1, ge=1)
     """Samples of one micro-batch on one data-parallel rank."""
@@ -40,6 +43,31 @@ class Layout(Document):
     """Micro-batches of every data-parallel rank and step, where devices differ; None: equally many."""
     recompute: RecomputeWord = "none"
     """``per-layer``: the stage map says which layers recompute."""
+
+    @field_validator("zero_shard_degree")
+    @classmethod
+    def _is_canonical(cls, degree: int | None, info: ValidationInfo) -> int | None:
+        """One way to write it: a group of all ranks is no group of its own."""
+        whole = info.data.get("data_parallel_degree", 0) * info.data.get("context_parallel_degree", 0)
+        return None if degree == whole and info.data.get("zero_stage") else degree
+
+    @property
+    def replicas(self) -> int:
+        """Data- and context-parallel ranks, which hold the same parameters and sum their gradients."""
+        return self.data_parallel_degree * self.context_parallel_degree
+
+    @property
+    def zero_shards(self) -> int:
+        """Ranks that share out ZeRO's states; 1 without ZeRO."""
+        if self.zero_stage == 0:
+            return 1
+        return self.zero_shard_degree or self.replicas
+
+    def constrained(self, field: str) -> bool | int | str:
+        """A field's value as a job's constraint is held against it: of how many ranks share out ZeRO's states, the
+        number itself."""
+        value: bool | int | str = self.zero_shards if field == "zero_shard_degree" else getattr(self, field)
+        return value
 
     @property
     def devices(self) -> int:
@@ -92,8 +120,9 @@ class Layout(Document):
 
     def check_devices(self, devices: int) -> None:
         """Raise `LayoutError`, showing every factor, unless the degrees multiply to the number of devices, and experts
-        are shared out evenly."""
-        replicas = self.data_parallel_degree * self.context_parallel_degree
+        and ZeRO's states are shared out evenly."""
+        self.check_shards()
+        replicas = self.replicas
         if replicas % self.expert_parallel_degree:
             raise LayoutError(
                 f"expert_parallel_degree({self.expert_parallel_degree}) does not divide data_parallel_degree"
@@ -110,6 +139,25 @@ class Layout(Document):
             field="layout",
             mend=f"choose degrees whose product is {devices}, or a cluster of {self.devices} devices.",
         )
+
+    def check_shards(self) -> None:
+        """Raise `LayoutError` unless the groups that share out ZeRO's states are of one size, and hold all experts."""
+        degree, replicas = self.zero_shard_degree, self.replicas
+        if degree is None:
+            return
+        given, whole = f"zero_shard_degree({degree})", f"data_parallel_degree * context_parallel_degree = {replicas}"
+        if self.zero_stage == 0:
+            wrong, mend = f"{given} needs ZeRO, and zero_stage is 0.", "choose a zero_stage of 1 to 3, or leave it out."
+        elif degree == 1 and replicas > 1:
+            wrong, mend = f"{given} is a group of one rank, which shares nothing out.", "choose zero_stage 0."
+        elif replicas % degree:
+            wrong, mend = f"{given} does not divide {whole}.", f"choose a divisor of {replicas}."
+        elif degree % self.expert_parallel_degree:
+            wrong = f"{given} does not divide by expert_parallel_degree({self.expert_parallel_degree})."
+            mend = "choose a multiple of the expert degree: a group that shares out the states holds all experts."
+        else:
+            return
+        raise LayoutError(wrong, field="layout.zero_shard_degree", mend=mend)
 
 
 class PredictionLayout(Layout):
