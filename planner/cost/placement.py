@@ -1,32 +1,75 @@
-"""Which global rank stands where: tensor innermost, then context, data, and pipeline outermost.
+"""Which global rank stands where: tensor innermost, then context, then data and pipeline, as `Layout.rank_order` says.
 
-The order of Megatron-LM (Narayanan et al. 2021, section 3): the group that talks most lies on the fastest links.
+The default is the order of Megatron-LM (Narayanan et al. 2021, section 3): the group that talks most lies on the
+fastest links, and pipeline ranks, which talk least, lie furthest apart. The other order keeps every pipeline together
+and spreads its replicas (Megatron-LM's --use-tp-pp-dp-mapping).
 
     (P1)  rank = ((pipeline * data_parallel_degree + data) * context_parallel_degree + context)
-                 * tensor_parallel_degree + tensor                                              -> placement()
-          the expert-parallel group is a run of neighbours among the data and context ranks
-    (P2)  ranks fill the nodes in order: node = rank // devices_per_node, device = the rest     -> placement()
+                 * tensor_parallel_degree + tensor                                              -> strides()
+          or, under ``tp-cp-pp-dp``, with (data * pipeline_parallel_degree + pipeline) in front
+          the expert-parallel group is a run of neighbours among the data and context ranks, and so is a group that
+          shares out ZeRO's states (`zero_shard_degree`), which thus lies on the fastest links
+    (P2)  ranks fill the nodes in order, which may have different numbers of devices            -> placement()
     (P3)  ranks of one rank // domain_devices reach each other by the link inside a node: a domain is a node, or, where
           scale-up links join several nodes (NVIDIA GB200 NVL72), all of these                  -> widest_data_group()
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
+from typing import Literal
 
 from planner.cost.communication import Group, group_of
 from planner.spec.layout import Layout
 from planner.spec.plan import RankPlacement
 
+CommunicatorName = Literal["tensor", "context", "expert", "data", "expert_data", "shard", "expert_shard", "copies"]
 
-def placement(layout: Layout, devices_per_node: int) -> tuple[RankPlacement, ...]:
-    """One row per global rank, in order."""
-    rows = []
-    for rank in range(layout.devices):
-        rest, tensor = divmod(rank, layout.tensor_parallel_degree)
-        above, context = divmod(rest, layout.context_parallel_degree)
-        pipeline, data = divmod(above, layout.data_parallel_degree)
-        node, device = divmod(rank, devices_per_node)
+
+@dataclass(frozen=True, slots=True)
+class Strides:
+    """By how much the global rank grows with each coordinate: equation (P1)."""
+
+    pipeline: int
+    data: int
+    context: int
+    tensor: int
+
+    def rank(self, pipeline: int, data: int, context: int, tensor: int) -> int:
+        """The global rank at these coordinates."""
+        return pipeline * self.pipeline + data * self.data + context * self.context + tensor * self.tensor
+
+
+def strides(layout: Layout) -> Strides:
+    """Equation (P1)."""
+    context = layout.tensor_parallel_degree
+    inner = context * layout.context_parallel_degree
+    if layout.rank_order == "tp-cp-pp-dp":
+        return Strides(inner, inner * layout.pipeline_parallel_degree, context, 1)
+    return Strides(inner * layout.data_parallel_degree, inner, context, 1)
+
+
+def placement(layout: Layout, devices_of_nodes: Sequence[int]) -> tuple[RankPlacement, ...]:
+    """One row per global rank, in order.
+
+    Args:
+        layout: its degrees and the order of its ranks.
+        devices_of_nodes: devices of every node, in the order in which ranks fill them: equation (P2).
+    """
+    places = [(node, device) for node, devices in enumerate(devices_of_nodes) for device in range(devices)]
+    of, rows = strides(layout), []
+    for pipeline, data, context, tensor in product(
+        range(layout.pipeline_parallel_degree),
+        range(layout.data_parallel_degree),
+        range(layout.context_parallel_degree),
+        range(layout.tensor_parallel_degree),
+    ):
+        rank = of.rank(pipeline, data, context, tensor)
+        node, device = places[rank]
+        expert = (data * layout.context_parallel_degree + context) % layout.expert_parallel_degree
         rows.append(
             RankPlacement(
                 rank=rank,
@@ -36,16 +79,38 @@ def placement(layout: Layout, devices_per_node: int) -> tuple[RankPlacement, ...
                 data=data,
                 tensor=tensor,
                 context=context,
-                expert=(data * layout.context_parallel_degree + context) % layout.expert_parallel_degree,
+                expert=expert,
             )
         )
-    return tuple(rows)
+    return tuple(sorted(rows, key=lambda row: row.rank))
 
 
 def stage_ranks(layout: Layout, pipeline: int) -> tuple[int, ...]:
     """Global ranks of one pipeline rank."""
-    per_stage = ranks_per_stage(layout)
-    return tuple(range(pipeline * per_stage, (pipeline + 1) * per_stage))
+    of = strides(layout)
+    inner = range(layout.context_parallel_degree * layout.tensor_parallel_degree)
+    first = [of.rank(pipeline, data, 0, 0) for data in range(layout.data_parallel_degree)]
+    return tuple(start + rank for start in first for rank in inner)
+
+
+def communicators(layout: Layout, name: CommunicatorName, pipeline: int) -> Iterator[tuple[int, ...]]:
+    """Global ranks of every communicator of a kind on one pipeline rank."""
+    of, contexts = strides(layout), layout.context_parallel_degree
+    tensors, replicas = range(layout.tensor_parallel_degree), range(layout.data_parallel_degree * contexts)
+    expert, shards = layout.expert_parallel_degree, layout.zero_shard_degree or layout.replicas
+    runs: dict[str, list[Sequence[int]]] = {
+        "tensor": [[replica] for replica in replicas],
+        "context": [replicas[start : start + contexts] for start in replicas[::contexts]],
+        "expert": [replicas[start : start + expert] for start in replicas[::expert]],
+        "data": [replicas],
+        "expert_data": [replicas[start::expert] for start in range(expert)],
+        "shard": [replicas[start : start + shards] for start in replicas[::shards]],
+        "expert_shard": [replicas[start : start + shards : expert] for start in replicas if start % shards < expert],
+        "copies": [replicas[start::shards] for start in range(shards)],
+    }
+    for run in runs[name]:
+        rows = [[of.rank(pipeline, *divmod(replica, contexts), tensor) for replica in run] for tensor in tensors]
+        yield from [tuple(rank for row in rows for rank in row)] if name == "tensor" else map(tuple, rows)
 
 
 def ranks_per_stage(layout: Layout) -> int:
@@ -65,20 +130,73 @@ def widest_context_group(layout: Layout, domain_devices: int) -> Group:
 
 def widest_expert_group(layout: Layout, domain_devices: int) -> Group:
     """The expert-parallel group that crosses most nodes."""
+    if not _is_contiguous(layout):
+        return _widest_by_hand(_degrees(layout), "expert", domain_devices)
     return _widest(layout.devices, domain_devices, layout.tensor_parallel_degree, layout.expert_parallel_degree)
 
 
 def widest_data_group(layout: Layout, domain_devices: int) -> Group:
     """The group that sums gradients, data- and context-parallel ranks, that crosses most nodes."""
+    if not _is_contiguous(layout):
+        return _widest_by_hand(_degrees(layout), "data", domain_devices)
     members = layout.data_parallel_degree * layout.context_parallel_degree
     return _widest(layout.devices, domain_devices, layout.tensor_parallel_degree, members)
 
 
 def widest_expert_data_group(layout: Layout, domain_devices: int) -> Group:
     """The group that sums the gradients of one expert."""
+    if not _is_contiguous(layout):
+        return _widest_by_hand(_degrees(layout), "expert_data", domain_devices)
     members = layout.data_parallel_degree * layout.context_parallel_degree // layout.expert_parallel_degree
     stride = layout.tensor_parallel_degree * layout.expert_parallel_degree
     return _widest(layout.devices, domain_devices, stride, max(1, members))
+
+
+def _is_contiguous(layout: Layout) -> bool:
+    """Do the data- and context-parallel ranks of a stage lie one tensor-parallel group behind the other?"""
+    degrees = (layout.pipeline_parallel_degree, layout.data_parallel_degree)
+    return layout.rank_order == "tp-cp-dp-pp" or 1 in degrees
+
+
+def _degrees(layout: Layout) -> Layout:
+    """The layout as far as its communicators go, to be looked up by."""
+    names = ("data", "tensor", "pipeline", "context", "expert")
+    degrees = {f"{name}_parallel_degree": getattr(layout, f"{name}_parallel_degree") for name in names}
+    return Layout.model_construct(**degrees, zero_shard_degree=layout.zero_shard_degree, rank_order=layout.rank_order)
+
+
+@lru_cache(maxsize=4096)
+def _widest_by_hand(layout: Layout, name: CommunicatorName, domain_devices: int) -> Group:
+    """Of all communicators of a kind the one that crosses most nodes; every one is looked at."""
+    stages = range(layout.pipeline_parallel_degree)
+    groups = {group_of(ranks, domain_devices) for stage in stages for ranks in communicators(layout, name, stage)}
+    return max(groups, key=crossing)
+
+
+def widest_shard_group(layout: Layout, domain_devices: int) -> Group:
+    """The group that shares out ZeRO's states, that crosses most nodes; without hybrid sharding the data group."""
+    if not _is_contiguous(layout):
+        return _widest_by_hand(_degrees(layout), "shard", domain_devices)
+    members = layout.zero_shard_degree or layout.replicas
+    return _widest(layout.devices, domain_devices, layout.tensor_parallel_degree, members)
+
+
+def widest_expert_shard_group(layout: Layout, domain_devices: int) -> Group:
+    """Those of such a group that hold the same experts."""
+    if not _is_contiguous(layout):
+        return _widest_by_hand(_degrees(layout), "expert_shard", domain_devices)
+    members = (layout.zero_shard_degree or layout.replicas) // layout.expert_parallel_degree
+    stride = layout.tensor_parallel_degree * layout.expert_parallel_degree
+    return _widest(layout.devices, domain_devices, stride, max(1, members))
+
+
+def widest_copies_group(layout: Layout, domain_devices: int) -> Group:
+    """The ranks that hold the same shard, one of every group that shares out the states."""
+    if not _is_contiguous(layout):
+        return _widest_by_hand(_degrees(layout), "copies", domain_devices)
+    shards = layout.zero_shard_degree or layout.replicas
+    stride = layout.tensor_parallel_degree * shards
+    return _widest(layout.devices, domain_devices, stride, max(1, layout.replicas // shards))
 
 
 @lru_cache(maxsize=4096)
@@ -89,17 +207,15 @@ def _widest(devices: int, domain_devices: int, stride: int, members: int) -> Gro
     span = stride * members
     starts = (first + offset for first in range(0, devices, span) for offset in range(stride))
     groups = {group_of(range(start, start + span, stride), domain_devices) for start in starts}
-    return max(groups, key=_crossing)
+    return max(groups, key=crossing)
 
 
 def boundary_crosses_nodes(layout: Layout, boundary: int, domain_devices: int) -> bool:
     """Does any rank of stage `boundary` sit on another node (or domain) than its peer of the next stage?"""
-    per_stage = ranks_per_stage(layout)
-    first = boundary * per_stage
-    return any(
-        rank // domain_devices != (rank + per_stage) // domain_devices for rank in range(first, first + per_stage)
-    )
+    step = strides(layout).pipeline
+    return any(rank // domain_devices != (rank + step) // domain_devices for rank in stage_ranks(layout, boundary))
 
 
-def _crossing(group: Group) -> tuple[int, int]:
+def crossing(group: Group) -> tuple[int, int]:
+    """By how much a communicator crosses nodes, to compare."""
     return (group.nodes, -group.ranks_per_node)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from planner.errors import DocumentError, MismatchError, UnsupportedError
+from planner.errors import DocumentError, MismatchError
 from planner.spec.calibration import DEFAULT, Constants, constants_for
 from planner.spec.cluster import Cluster, DeviceSpec, Link
 from planner.spec.devices import catalogue, domain_of, find_device, links_of
@@ -38,11 +38,19 @@ class Workload:
     devices_per_node: int
     framework: Framework = field(default_factory=lambda: find_framework("planner"))
     constants: Constants = DEFAULT
+    groups: tuple[Workload, ...] = ()
+    """Of a heterogeneous cluster: the same on each of its node groups alone, in order. Device, links, nodes and
+    constants of the whole are then those of the first group, and price nothing: `planner.cost.mixed` does."""
 
     @property
     def devices(self) -> int:
         """Number of devices of the cluster."""
-        return self.nodes * self.devices_per_node
+        return sum(self.devices_of_nodes)
+
+    @cached_property
+    def devices_of_nodes(self) -> tuple[int, ...]:
+        """Devices of every node, in the order in which ranks fill them."""
+        return tuple(group.devices_per_node for group in self.cluster.node_groups for _ in range(group.nodes))
 
     @cached_property
     def domain_devices(self) -> int:
@@ -62,7 +70,9 @@ class Workload:
 
     @property
     def capacity_bytes(self) -> int:
-        """What the job may use of a device: its memory less the headroom."""
+        """What the job may use of a device, its memory less the headroom; of several kinds, the largest."""
+        if self.groups:
+            return max(group.capacity_bytes for group in self.groups)
         headroom = self.job.memory_headroom
         kept = headroom * self.device.memory_bytes if headroom < 1 else headroom
         return int(self.device.memory_bytes - kept)
@@ -128,24 +138,40 @@ def workload(
 
     Raises:
         MismatchError: the profile was taken at another precision, sequence length or device.
-        UnsupportedError: the cluster has several node groups.
         UnknownNameError, DocumentError: a device or link that the catalogue does not have.
     """
     if len(cluster.node_groups) > 1:
-        raise UnsupportedError(
-            f"{len(cluster.node_groups)} node groups: heterogeneous clusters cannot be planned yet.",
-            field="cluster.node_groups",
-            mend="plan each group of equal nodes by itself.",
-        )
-    group = cluster.node_groups[0]
-    device = find_device(group.device, field="cluster.node_groups[0].device")
-    intra_node, inter_node = links_of(group, field="cluster.node_groups[0]")
+        return _mixed(profile, cluster, job, framework, constants)
+    return _on_group(profile, cluster, job, framework, constants, 0)
+
+
+def _mixed(
+    profile: ModelProfile, cluster: Cluster, job: Job, framework: str | Framework, constants: Constants | None
+) -> Workload:
+    """Of a heterogeneous cluster: every node group by itself, and all together."""
+    groups = tuple(
+        _on_group(profile, cluster, job, framework, constants, place) for place in range(len(cluster.node_groups))
+    )
+    return replace(groups[0], cluster=cluster, groups=groups)
+
+
+def _on_group(
+    profile: ModelProfile,
+    cluster: Cluster,
+    job: Job,
+    framework: str | Framework,
+    constants: Constants | None,
+    place: int,
+) -> Workload:
+    group, field = cluster.node_groups[place], f"cluster.node_groups[{place}]"
+    device = find_device(group.device, field=f"{field}.device")
+    intra_node, inter_node = links_of(group, field=field, is_alone=len(cluster.node_groups) == 1)
     known = catalogue().get(device.id)
     traits = find_framework(framework) if isinstance(framework, str) else framework
     constants = constants or constants_for(traits.name, known.architecture if known else "")
     result = Workload(
         profile=profile,
-        cluster=cluster,
+        cluster=cluster.model_copy(update={"node_groups": (group,)}),
         job=job,
         device=device,
         intra_node=_reached(intra_node, constants.intra_node_fraction),
@@ -156,7 +182,7 @@ def workload(
         constants=constants,
     )
     _check_precision(result)
-    _check_device(result)
+    _check_device(result, f"{field}.device")
     _check_headroom(result)
     _check_rows(result)
     return result
@@ -192,12 +218,12 @@ def _check_precision(work: Workload) -> None:
         )
 
 
-def _check_device(work: Workload) -> None:
+def _check_device(work: Workload, field: str) -> None:
     measured_on = work.profile.device
     if measured_on not in (COUNTED, work.device.id):
         raise MismatchError(
             f"the profile holds seconds of device {measured_on!r}, but the cluster has {work.device.id!r}.",
-            field="cluster.node_groups[0].device",
+            field=field,
             mend="profile the model on that device, or with --device analytic:" + work.device.id + ".",
         )
     compute_type = work.profile.dtype
@@ -211,7 +237,7 @@ def _check_device(work: Workload) -> None:
     if measured_on == COUNTED and work.device.memory_bandwidth_bytes_per_second is None:
         raise DocumentError(
             "the device has no memory bandwidth, so memory-bound operations have no price.",
-            field="cluster.node_groups[0].device.memory_bandwidth_bytes_per_second",
+            field=f"{field}.memory_bandwidth_bytes_per_second",
             mend="add it, or measure a profile on the device.",
         )
 

@@ -39,7 +39,7 @@ def plan_layout(request: PlanRequest, profile: ModelProfile, layout: PredictionL
         layout=forecast.layout,
         micro_batches=forecast.micro_batches,
         stages=forecast.stages,
-        placement=placement(forecast.layout, work.devices_per_node),
+        placement=placement(forecast.layout, work.devices_of_nodes),
         prediction=forecast.prediction,
         search=SearchReport(
             layouts_considered=1,

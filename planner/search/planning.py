@@ -150,7 +150,7 @@ def _answer(request: PlanRequest, work: Workload, found: Found) -> Plan:
         layout=layout,
         micro_batches=best.costs.micro_batches,
         stages=stages_of(best.costs, best.stage_map, best.schedule),
-        placement=found.part.place(placement(layout, work.devices_per_node)),
+        placement=found.part.place(placement(layout, work.devices_of_nodes)),
         prediction=priced[0],
         search=found.report,
         alternatives=alternatives(found, priced),

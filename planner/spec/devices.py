@@ -98,20 +98,21 @@ def _holds(text: str, words: list[str]) -> bool:
     return bool(words) and all(word in text for word in words)
 
 
-def links_of(group: NodeGroup, *, field: str = "node_groups[0]") -> tuple[Link, Link | None]:
-    """Links inside and between the domains of a group: the user's, else the device's. One domain needs no second link.
+def links_of(group: NodeGroup, *, field: str = "node_groups[0]", is_alone: bool = True) -> tuple[Link, Link | None]:
+    """Links inside and between the domains of a group: the user's, else the device's.
 
-    A domain is a node, except where scale-up links join several nodes: `domain_of`.
+    A domain is a node, except where scale-up links join several nodes: `domain_of`. One domain needs no second link,
+    unless the cluster has other node groups, which are reached by it.
 
     Raises:
         DocumentError: neither the group nor the device tells a link that the group needs.
     """
     device = _known(group.device)
     intra = group.intra_node or (link_within(device, group.devices_per_node) if device else None)
-    inter = group.inter_node or (_link_between_domains(device, group) if device else None)
+    inter = group.inter_node or (_link_between_domains(device, group, is_alone=is_alone) if device else None)
     if intra is None and group.devices_per_node > 1:
         raise _missing_link(f"{field}.intra_node")
-    if inter is None and group.nodes * group.devices_per_node > domain_of(group):
+    if inter is None and not (is_alone and group.nodes * group.devices_per_node <= domain_of(group)):
         raise _missing_link(f"{field}.inter_node")
     return intra or Link(latency_seconds=0.0, bandwidth_bytes_per_second=1e12), inter
 
@@ -146,9 +147,9 @@ def domain_of(group: NodeGroup) -> int:
     return one * max(1, nodes)
 
 
-def _link_between_domains(device: DeviceSpec, group: NodeGroup) -> Link | None:
-    """The network; None where one domain holds the whole group."""
-    if group.nodes * group.devices_per_node <= domain_of(group):
+def _link_between_domains(device: DeviceSpec, group: NodeGroup, *, is_alone: bool) -> Link | None:
+    """The network; None where one domain holds the whole cluster."""
+    if is_alone and group.nodes * group.devices_per_node <= domain_of(group):
         return None
     return _link(device.network_bandwidth_bytes_per_second, INTER_NODE_LATENCY_SECONDS)
 

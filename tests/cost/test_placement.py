@@ -25,7 +25,7 @@ def layout(data: int, tensor: int, pipeline: int) -> Layout:
 
 def test_eight_ranks_by_hand() -> None:
     """(P1), (P2): 2 x 2 x 2 on two nodes of four: a tensor pair is adjacent, a stage is a node."""
-    rows = placement(layout(2, 2, 2), 4)
+    rows = placement(layout(2, 2, 2), (4, 4))
     assert [(row.pipeline, row.data, row.tensor) for row in rows] == [
         (0, 0, 0),
         (0, 0, 1),
@@ -46,7 +46,7 @@ degrees = st.integers(1, 4)
 def test_placement_is_the_grid(data: int, tensor: int, pipeline: int, per_node: int) -> None:
     """(P1): every coordinate once, in the order of the formula, as the brute force places them."""
     one = layout(data, tensor, pipeline)
-    rows = placement(one, per_node)
+    rows = placement(one, (per_node,) * -(-one.devices // per_node))
     assert rows == place(one, per_node)
     for row in rows:
         assert row.rank == (row.pipeline * data + row.data) * tensor + row.tensor

@@ -143,7 +143,7 @@ def test_predictions_agree_under_fitted_constants(instance: Given, constants: Co
     """Of every dimension and schedule too, with host time per exchange, collective and step, and allocated bytes."""
     layout = Layout.model_validate(instance.layout.model_dump(exclude={"layers_per_stage"}))
     work = workload(instance.profile, instance.cluster, instance.job, constants=constants)
-    places = placement(layout, work.devices_per_node)
+    places = placement(layout, work.devices_of_nodes)
     count = layout.micro_batches(instance.job.global_batch_size)
     known = gather(instance.profile, instance.cluster, instance.job, layout, places, count)
     modes = iter(enumerate(next(reversed(known.rows(one))) for one in instance.profile.layers))
