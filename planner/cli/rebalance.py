@@ -2,7 +2,8 @@
 
 The cost model knows one kind of device, so a slow rank is priced by its layers: their seconds, times how much longer
 that rank takes. Every partition that is looked at is priced with the factors of the ranks that it gives the layers to,
-so that a layer that leaves the slow rank is as fast as it will be.
+so that a layer that leaves the slow rank is as fast as it will be. Where a rank has several stages, each of them is as
+slow as the rank; which stage stands on which rank is the schedule's, and stays.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def rebalanced(plan: Plan, profile: ModelProfile, slowdown: Sequence[float]) -> 
     Its plan carries the profile with the seconds that it was chosen by, so that its prediction holds for these ranks.
 
     Args:
-        plan: with one stage per pipeline rank.
+        plan: with one or several stages per pipeline rank.
         profile: the plan's.
         slowdown: of every pipeline rank.
 
@@ -38,11 +39,12 @@ def rebalanced(plan: Plan, profile: ModelProfile, slowdown: Sequence[float]) -> 
 
     rows = _priced(profile, plan)
     cluster, job = plan.request.cluster, plan.request.job
+    of_stages = [slowdown[stage.pipeline_rank] for stage in plan.stages]
 
     @cache
     def seconds(counts: Counts) -> float:
         try:
-            found = predict(slowed(rows, counts, slowdown), cluster, job, _layout(plan, counts))
+            found = predict(slowed(rows, counts, of_stages), cluster, job, _layout(plan, counts))
         except LayoutError:
             return float("inf")
         return found.prediction.step_seconds if found.fits else float("inf")
@@ -52,7 +54,7 @@ def rebalanced(plan: Plan, profile: ModelProfile, slowdown: Sequence[float]) -> 
         best = better
     if best == begin:
         return None
-    chosen = slowed(rows, best, slowdown)
+    chosen = slowed(rows, best, of_stages)
     found = plan_layout(make_request(chosen, cluster, job), chosen, _layout(plan, best))
     return Rebalanced(found, seconds(begin), seconds(best)) if isinstance(found, Plan) else None
 
@@ -98,9 +100,13 @@ def _priced(profile: ModelProfile, plan: Plan) -> ModelProfile:
     return price(kept, find_device(plan.request.cluster.node_groups[0].device))
 
 
-def slowed(profile: ModelProfile, counts: Counts, slowdown: Sequence[float]) -> ModelProfile:
-    """The profile with every layer's seconds as its stage's rank takes them."""
-    factors = chain.from_iterable(repeat(factor, count) for factor, count in zip(slowdown, counts, strict=True))
+def slowed(profile: ModelProfile, counts: Counts, of_stages: Sequence[float]) -> ModelProfile:
+    """The profile with every layer's seconds as its stage's rank takes them.
+
+    Args:
+        of_stages: how many times as long the rank of every stage takes.
+    """
+    factors = chain.from_iterable(repeat(factor, count) for factor, count in zip(of_stages, counts, strict=True))
     layers = tuple(
         layer.model_copy(update={"measurements": tuple(_slowed_row(row, factor) for row in layer.measurements)})
         for layer, factor in zip(profile.layers, factors, strict=True)

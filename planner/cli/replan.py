@@ -76,7 +76,7 @@ class Replanner:
     def rebalance(self, plan: Plan, slowdown: Sequence[float]) -> Rebalanced | None:
         """A faster partition for ranks of unequal speed: see `planner.cli.rebalance`."""
         profile = plan.request.profile or self._profile
-        return rebalanced(plan, profile, slowdown) if plan.layout.virtual_stages_per_rank == 1 else None
+        return rebalanced(plan, profile, slowdown)
 
     def _answers(self, devices: int) -> Iterator[Plan | Infeasible]:
         found = False

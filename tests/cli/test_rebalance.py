@@ -47,6 +47,35 @@ def test_as_fast_as_the_best_of_all(plan: Plan, slowdown: tuple[float, ...]) -> 
     assert check(found.plan, carried).ok
 
 
+@pytest.mark.parametrize("slowdown", [(1, 2), (3, 1)])
+def test_several_stages_of_a_slow_rank_lose_layers(
+    planner: Command, tmp_path: Path, slowdown: tuple[float, ...]
+) -> None:
+    """Ten layers in two stages on each of two ranks: as fast as the best of all partitions, and proven anew."""
+    profile, cluster, job = tiny_profile(layers=10), tiny_cluster(devices=2), tiny_job()
+    question = write_question(tmp_path, profile, cluster, job)
+    fixed = {"pipeline_parallel_degree": 2, "virtual_stages_per_rank": 2, "schedule": "interleaved-1f1b"}
+    words = [word for name, value in fixed.items() for word in ("--fix", f"{name}={value}")]
+    assert planner("plan", *question, *words, "--fix", "micro_batch_size=1", "-o", tmp_path / "plan.json").code == 0
+    plan = read(Plan, tmp_path / "plan.json")
+    of_stages = [slowdown[stage.pipeline_rank] for stage in plan.stages]
+    assert len(of_stages) == 4
+    found = rebalanced(plan, profile, slowdown)
+    assert found is not None
+
+    def seconds(counts: tuple[int, ...]) -> float:
+        layout = PredictionLayout(**plan.layout.model_dump(), layers_per_stage=counts)
+        return predict(slowed(profile, counts, of_stages), cluster, job, layout).prediction.step_seconds
+
+    every = [counts for counts in product(range(1, 8), repeat=4) if sum(counts) == 10]
+    assert found.seconds_then == pytest.approx(min(map(seconds, every)))
+    assert found.seconds_then < found.seconds_now
+    assert found.plan.layout == plan.layout
+    carried = found.plan.request.profile
+    assert carried is not None
+    assert check(found.plan, carried).ok
+
+
 def test_equal_ranks_keep_their_layers(plan: Plan) -> None:
     """Nothing is faster than the plan."""
     assert plan.request.profile is not None
