@@ -217,7 +217,7 @@ def _checkpoints(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _print_commands(plan: Plan, model: str, arguments: argparse.Namespace) -> None:
     """One command per node, since torchrun starts processes on its own node only."""
-    from planner.executor.launch import commands
+    from planner.executor.launch import node_commands
 
     for name in LOCAL_ONLY:
         if getattr(arguments, name) not in (None, False):
@@ -227,7 +227,7 @@ def _print_commands(plan: Plan, model: str, arguments: argparse.Namespace) -> No
                 field=option,
                 mend=f"leave {option} out{', and give it to the printed commands' if name in WORKERS else ''}.",
             )
-    lines = commands(
+    found = node_commands(
         plan,
         arguments.plan,
         model=model,
@@ -243,5 +243,8 @@ def _print_commands(plan: Plan, model: str, arguments: argparse.Namespace) -> No
         deterministic=arguments.deterministic,
         **_checkpoints(arguments),
     )
+    lines = [each.text for each in found]
     words(f"start one of these {len(lines)} commands on each node; MASTER_ADDR is the address of the first node")
-    data(to_json({"commands": list(lines)}) if arguments.json else "\n".join(lines))
+    if len(plan.request.cluster.node_groups) > 1:
+        words("\n".join(f"  {place}: node {each.node}, of {each.group}" for place, each in enumerate(found, 1)))
+    data(to_json({"commands": lines}) if arguments.json else "\n".join(lines))

@@ -7,6 +7,8 @@ import os
 import shlex
 import sys
 import tempfile
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 from planner.errors import DocumentError, LayoutError, RunError, UnsupportedError
@@ -107,26 +109,66 @@ def run_plan(
     return measured
 
 
+@dataclass(frozen=True, slots=True)
+class NodeCommand:
+    """What to start on one node of a plan."""
+
+    node: int
+    """Its number through all node groups of the plan's cluster."""
+    group: str
+    """Name of its node group."""
+    processes: int
+    """Ranks on it, one per device that the plan uses."""
+    text: str
+    """Of the shell; MASTER_ADDR is for the shell to fill in."""
+
+
 def commands(plan: Plan, plan_path: str | Path, *, model: str, steps: int = 20, **settings: object) -> tuple[str, ...]:
-    """The shell command of every node of the plan, first node first; MASTER_ADDR is for the shell to fill in.
+    """The texts of `node_commands`."""
+    return tuple(each.text for each in node_commands(plan, plan_path, model=model, steps=steps, **settings))
+
+
+def node_commands(
+    plan: Plan, plan_path: str | Path, *, model: str, steps: int = 20, **settings: object
+) -> tuple[NodeCommand, ...]:
+    """The command of every node of the plan, in the order of their ranks: the first one's address is MASTER_ADDR.
+
+    Nodes may have different numbers of devices. torchrun counts the ranks by ``--node-rank``, each node with as many as
+    it starts; under a c10d rendezvous it would number the nodes as it likes.
 
     Args:
         settings: further fields of `RunSettings`.
 
     Raises:
-        LayoutError: the placement does not number the ranks node by node, as torchrun does.
+        LayoutError: the placement does not number the ranks node by node, as torchrun does, or names a node that the
+            cluster does not have.
     """
     check_plan(plan)
     ranks = _ranks_per_node(plan)
     arguments = RunSettings(model=model, steps=steps, **settings).to_arguments()  # type: ignore[arg-type]
     worker = ["-m", "planner.executor.worker", str(plan_path), *arguments, "--output", "measured.json"]
+    groups = _groups_of_nodes(plan)
     lines = []
-    for node, processes in enumerate(ranks):
-        torchrun = ["torchrun", f"--nnodes={len(ranks)}", f"--node-rank={node}", f"--nproc-per-node={processes}"]
+    for number, (node, processes) in enumerate(ranks.items()):
+        torchrun = ["torchrun", f"--nnodes={len(ranks)}", f"--node-rank={number}", f"--nproc-per-node={processes}"]
         # The one word that the shell must expand stays unquoted.
         master = f'--master-addr="$MASTER_ADDR" --master-port={MASTER_PORT}'
-        lines.append(f"{shlex.join(torchrun)} {master} {shlex.join(worker)}")
+        text = f"{shlex.join(torchrun)} {master} {shlex.join(worker)}"
+        lines.append(NodeCommand(node, groups[node], processes, text))
     return tuple(lines)
+
+
+def _groups_of_nodes(plan: Plan) -> list[str]:
+    """Name of every node's group."""
+    names = [group.name for group in plan.request.cluster.node_groups for _ in range(group.nodes)]
+    last = max(row.node for row in plan.placement)
+    if last >= len(names):
+        raise LayoutError(
+            f"a rank stands on node {last}, and the cluster has {len(names)}, counted from 0 through all groups.",
+            field="placement",
+            mend="plan again; placement and request come from one plan.",
+        )
+    return names
 
 
 def nodes(plan: Plan) -> int:
@@ -134,19 +176,18 @@ def nodes(plan: Plan) -> int:
     return len({row.node for row in plan.placement})
 
 
-def _ranks_per_node(plan: Plan) -> list[int]:
+def _ranks_per_node(plan: Plan) -> dict[int, int]:
+    """Ranks on every node, by its number, in the order of use."""
     rows = sorted(plan.placement, key=lambda row: row.rank)
-    counts: dict[int, int] = {}
-    for row in rows:
-        counts[row.node] = counts.get(row.node, 0) + 1
-    numbered = [(node, device) for node in sorted(counts) for device in range(counts[node])]
+    counts = Counter(row.node for row in rows)  # in the order in which the nodes come
+    numbered = [(node, device) for node, count in counts.items() for device in range(count)]
     if [(row.node, row.device) for row in rows] != numbered:
         raise LayoutError(
             "torchrun numbers the ranks node by node and device by device; this placement does not.",
             field="placement",
-            mend="number the ranks of node 0 first, then those of node 1, and so on.",
+            mend="number the ranks of one node after the other, each from device 0 on.",
         )
-    return [counts[node] for node in sorted(counts)]
+    return dict(counts)
 
 
 def _check_one_node(plan: Plan) -> None:

@@ -181,6 +181,11 @@ def test_several_nodes_get_their_commands(planner: Command, two_node_plan: Path)
         for word in ("torchrun", "--nnodes=2", f"--node-rank={node}", "--model gpt2", "--steps 5", "MASTER_ADDR"):
             assert word in line
     assert planner("run", two_node_plan, "--json").json["commands"]
+    plan = json.loads(two_node_plan.read_text())
+    (group,) = plan["request"]["cluster"]["node_groups"]
+    plan["request"]["cluster"]["node_groups"] = [{**group, "name": name, "nodes": 1} for name in ("old", "new")]
+    two_node_plan.write_text(json.dumps(plan))
+    assert "1: node 0, of old\n  2: node 1, of new" in planner("run", two_node_plan).err
 
 
 def test_local_options_are_refused_for_several_nodes(planner: Command, two_node_plan: Path) -> None:

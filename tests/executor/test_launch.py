@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from planner.errors import DocumentError, LayoutError, MismatchError, PlannerError, RunError, UnsupportedError
 from planner.executor.failure import read_failure, write_failure
-from planner.executor.launch import commands, nodes, run_plan
+from planner.executor.launch import commands, node_commands, nodes, run_plan
 from planner.executor.settings import RunSettings
-from planner.spec import Plan
+from planner.spec import Cluster, Plan
 from tests.executor.plans import make_plan, source_of
 
 KILLED = """
@@ -26,16 +26,26 @@ KILLED = """
 """
 
 
-def _on_two_nodes() -> Plan:
+def _on_nodes(*nodes: int, groups: tuple[int, ...] = (2,)) -> Plan:
+    """Four ranks on these nodes, of a cluster whose groups have so many."""
     plan = make_plan(("a", "b"), (1, 1), data=2)
-    rows = tuple(row.model_copy(update={"node": row.rank // 2, "device": row.rank % 2}) for row in plan.placement)
-    return plan.model_copy(update={"placement": rows})
+    devices = (nodes[:rank].count(node) for rank, node in enumerate(nodes))
+    places = ({"node": node, "device": device} for node, device in zip(nodes, devices, strict=True))
+    rows = tuple(row.model_copy(update=place) for row, place in zip(plan.placement, places, strict=True))
+    (like,) = plan.request.cluster.node_groups
+    made = tuple(
+        like.model_copy(update={"name": f"group {name}", "nodes": count, "devices_per_node": 3})
+        for name, count in enumerate(groups)
+    )
+    request = plan.request.model_copy(update={"cluster": Cluster(node_groups=made)})
+    return plan.model_copy(update={"placement": rows, "request": request})
 
 
 def test_every_node_gets_its_command() -> None:
     """Same worker, own node rank; the shell fills in the address."""
-    lines = commands(_on_two_nodes(), "my plan.json", model="gpt2", steps=5, seed=3)
-    assert len(lines) == nodes(_on_two_nodes()) == 2
+    plan = _on_nodes(0, 0, 1, 1)
+    lines = commands(plan, "my plan.json", model="gpt2", steps=5, seed=3)
+    assert len(lines) == nodes(plan) == 2
     for rank, line in enumerate(lines):
         words = shlex.split(line)
         assert words[:4] == ["torchrun", "--nnodes=2", f"--node-rank={rank}", "--nproc-per-node=2"]
@@ -44,18 +54,26 @@ def test_every_node_gets_its_command() -> None:
         assert words[words.index("--seed") + 1] == "3"
 
 
-def test_ranks_that_torchrun_would_number_otherwise_are_refused() -> None:
-    """torchrun counts node by node."""
-    plan = _on_two_nodes()
-    rows = tuple(row.model_copy(update={"node": 1 - row.node}) for row in plan.placement)
-    with pytest.raises(LayoutError, match="node by node"):
-        commands(plan.model_copy(update={"placement": rows}), "plan.json", model="gpt2")
+def test_unequal_nodes_get_commands_in_the_order_of_use() -> None:
+    """Each starts as many processes as it has ranks, whatever its number in the cluster, of which some are not used."""
+    found = node_commands(_on_nodes(3, 1, 1, 1, groups=(3, 1)), "plan.json", model="gpt2")
+    assert [(each.node, each.group, each.processes) for each in found] == [(3, "group 1", 1), (1, "group 0", 3)]
+    for number, each in enumerate(found):
+        start = ["torchrun", "--nnodes=2", f"--node-rank={number}", f"--nproc-per-node={each.processes}"]
+        assert shlex.split(each.text)[:4] == start
+
+
+@pytest.mark.parametrize(("places", "told"), [((0, 1, 0, 1), "node by node"), ((0, 0, 2, 2), "on node 2, and the")])
+def test_ranks_that_torchrun_would_number_otherwise_are_refused(places: tuple[int, ...], told: str) -> None:
+    """torchrun counts node by node; and nobody can start a node that is not there."""
+    with pytest.raises(LayoutError, match=told):
+        commands(_on_nodes(*places), "plan.json", model="gpt2")
 
 
 def test_several_nodes_are_not_started_here() -> None:
     """The error says where to find the commands."""
     with pytest.raises(UnsupportedError, match="needs 2 nodes"):
-        run_plan(_on_two_nodes(), model="gpt2")
+        run_plan(_on_nodes(0, 0, 1, 1), model="gpt2")
 
 
 def test_plan_of_another_model_does_not_start(tmp_path: Path) -> None:
