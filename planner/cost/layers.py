@@ -18,6 +18,10 @@ last digit. Per layer l, recompute mode r, micro-batch:
                   gathers the layer's parameters for its forward and again for its backward; beside compute when the
                   framework overlaps it, of which `overlap_fraction` can hide it; what is left adds to f and b
                   (Rajbhandari et al. 2020; Zhao et al. 2023, PyTorch FSDP)                   -> gather_ticks
+    (T7)  hybrid sharding: ZeRO's collectives, those of (T4) and of (T6), go among the neighbours that share out the
+          states; the sum of a micro-batch's gradients stays among them, and once per step every rank adds its shard,
+          1/k of the layer for groups of k, to those of the other groups (an all-reduce), which is part of g(l)
+          (Zhang et al. 2022, "MiCS", sections 3.2 and 3.4; Zhao et al. 2023)                 -> reduction_ticks
     (T5)  c(s)   = latency + bytes of every tensor that crosses the boundary / bandwidth    -> transfer_ticks()
 """
 
@@ -25,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from planner.cost.chunks import NO_ATTENTION, AttentionPart, attention_part
@@ -34,9 +38,12 @@ from planner.cost.compute import Computation, computation
 from planner.cost.placement import (
     boundary_crosses_nodes,
     widest_context_group,
+    widest_copies_group,
     widest_data_group,
     widest_expert_data_group,
     widest_expert_group,
+    widest_expert_shard_group,
+    widest_shard_group,
     widest_tensor_group,
 )
 from planner.cost.shared import SharedCost, SkipCost, shared_costs, skip_costs
@@ -104,11 +111,28 @@ class LayoutCosts:
     shared: tuple[SharedCost, ...]
     skips: tuple[SkipCost, ...]
     reduction_latency_ticks: int
+    ranks: tuple[LayoutCosts, ...] = ()
+    """Of a column of `planner.cost.mixed`: the costs on every pipeline rank; its own are the least of these."""
+    boundary_links: tuple[Link, ...] = ()
+    """Of such a column: behind every pipeline rank but the last."""
+    columns: tuple[LayoutCosts, ...] = ()
+    """Where ranks differ: one for all data ranks that act alike; its own costs are the least of these."""
+
+    def on_rank(self, pipeline: int) -> LayoutCosts:
+        """The costs on one pipeline rank."""
+        return self.ranks[pipeline] if self.ranks else self
+
+    def under(self, layout: Layout) -> LayoutCosts:
+        """The same under another order or recomputation, which change no layer's costs."""
+        ranks = tuple(one.under(layout) for one in self.ranks)
+        return replace(self, layout=layout, ranks=ranks, columns=tuple(one.under(layout) for one in self.columns))
 
     @cached_property
-    def _crossings(self) -> tuple[bool, ...]:
-        boundaries = range(self.layout.pipeline_parallel_degree - 1)
-        return tuple(boundary_crosses_nodes(self.layout, s, self.work.domain_devices) for s in boundaries)
+    def _links(self) -> tuple[Link, ...]:
+        """Behind every pipeline rank but the last."""
+        work, boundaries = self.work, range(self.layout.pipeline_parallel_degree - 1)
+        crossed = [boundary_crosses_nodes(self.layout, s, work.domain_devices) for s in boundaries]
+        return tuple(work.inter_node if crosses and work.inter_node else work.intra_node for crosses in crossed)
 
     @cached_property
     def gathered_bytes(self) -> int:
@@ -128,21 +152,23 @@ class LayoutCosts:
 
     def transfers_behind(self, boundary: int) -> tuple[int, ...]:
         """`transfer_ticks` of every layer that may be the stage's last."""
-        crosses = any(self._crossings) if self.layout.virtual_stages_per_rank > 1 else self._crossings[boundary]
-        return self._transfers_between if crosses and self.work.inter_node else self._transfers_inside
+        links = self.boundary_links or self._links
+        if self.layout.virtual_stages_per_rank > 1:
+            return self._transfers(self.work.inter_node or links[0] if self.work.inter_node in links else links[0])
+        return self._transfers(links[boundary])
+
+    def _transfers(self, link: Link) -> tuple[int, ...]:
+        known = self._known_transfers
+        if id(link) not in known:
+            chunks = self.layout.sequence_chunks
+            sizes = [-(-self.boundary_bytes(layer) // chunks) for layer in range(len(self.layers))]
+            known[id(link)] = tuple(ticks(transfer_seconds(size, link)) for size in sizes)
+        return known[id(link)]
 
     @cached_property
-    def _transfers_inside(self) -> tuple[int, ...]:
-        return tuple(self._transfers(self.work.intra_node))
-
-    @cached_property
-    def _transfers_between(self) -> tuple[int, ...]:
-        return tuple(self._transfers(self.work.inter_node or self.work.intra_node))
-
-    def _transfers(self, link: Link) -> Iterator[int]:
-        for layer in range(len(self.layers)):
-            chunk_bytes = -(-self.boundary_bytes(layer) // self.layout.sequence_chunks)
-            yield ticks(transfer_seconds(chunk_bytes, link))
+    def _known_transfers(self) -> dict[int, tuple[int, ...]]:
+        """By the identity of a link, which `work` keeps alive."""
+        return {}
 
 
 def layout_costs(work: Workload, layout: Layout) -> LayoutCosts:
@@ -153,10 +179,29 @@ def layout_costs(work: Workload, layout: Layout) -> LayoutCosts:
         MismatchError: the profile lacks this micro-batch size or tensor-parallel degree.
         UnsupportedError: the layout uses a dimension that is not priced yet.
     """
+    if work.groups or layout.micro_batch_shares:
+        from planner.cost.mixed import mixed_costs  # it prices ranks with `priced`
+
+        return mixed_costs(work, layout)
     layout.check_devices(work.devices)
+    return priced(work, layout, groups_of(layout, work.domain_devices))
+
+
+def priced(work: Workload, layout: Layout, groups: Groups, *, network: Link | None = None) -> LayoutCosts:
+    """Price every layer as if all ranks were alike.
+
+    Args:
+        work: its device and links are those of the ranks.
+        layout: what is priced.
+        groups: the communicators of these ranks.
+        network: the link between stages that share parameters; None: as the devices of `work` lie.
+
+    Raises:
+        LayoutError: the global batch does not divide.
+        MismatchError, UnsupportedError: the profile has no such rows.
+    """
     micro_batches = layout.micro_batches(work.job.global_batch_size)
     rows = _rows(work, layout)
-    groups = groups_of(layout, work.domain_devices)
     priced: dict[tuple[int, int], dict[RecomputeMode, LayerCost]] = {}
     layers = []
     for layer, options in zip(work.profile.layers, rows, strict=True):
@@ -171,9 +216,9 @@ def layout_costs(work: Workload, layout: Layout) -> LayoutCosts:
         layout=layout,
         micro_batches=micro_batches,
         layers=tuple(layers),
-        shared=shared_costs(work, layout, layers),
+        shared=shared_costs(work, layout, layers, network),
         skips=skip_costs(work, layout),
-        reduction_latency_ticks=_reduction_latency_ticks(work, groups.data),
+        reduction_latency_ticks=_reduction_latency_ticks(work, layout, groups),
     )
 
 
@@ -188,6 +233,12 @@ class Groups:
     """Whose ranks sum gradients: data- and context-parallel ones."""
     expert_data: Group
     """Those of them that hold the same experts."""
+    shard: Group
+    """Those of `data` that share out ZeRO's states: all of them, or neighbours."""
+    expert_shard: Group
+    """Those of them that hold the same experts."""
+    copies: Group
+    """Ranks that hold the same shard, of experts too."""
 
 
 def groups_of(layout: Layout, domain_devices: int) -> Groups:
@@ -198,6 +249,9 @@ def groups_of(layout: Layout, domain_devices: int) -> Groups:
         expert=widest_expert_group(layout, domain_devices),
         data=widest_data_group(layout, domain_devices),
         expert_data=widest_expert_data_group(layout, domain_devices),
+        shard=widest_shard_group(layout, domain_devices),
+        expert_shard=widest_expert_shard_group(layout, domain_devices),
+        copies=widest_copies_group(layout, domain_devices),
     )
 
 
@@ -343,7 +397,7 @@ class _LayerPricing:
         if not is_sharded:
             return size_bytes
         experts = size_bytes * self.plain.local_expert_parameters // max(1, self.local_parameters().elements)
-        return -(-(size_bytes - experts) // self.groups.data.ranks) - (-experts // self.groups.expert_data.ranks)
+        return -(-(size_bytes - experts) // self.groups.shard.ranks) - (-experts // self.groups.expert_shard.ranks)
 
     def _exchange_ticks(self, row: Measurement, phase: str) -> int:
         return ticks(
@@ -355,15 +409,16 @@ class _LayerPricing:
         )
 
     def _parts(self, parameters: int) -> tuple[tuple[int, Group], ...]:
-        """Elements by the ranks that hold the same ones: experts, and all others."""
-        experts = self.plain.local_expert_parameters
-        both = ((parameters - experts, self.groups.data), (experts, self.groups.expert_data))
+        """Elements by the ranks that share them out, or sum their gradients: experts, and all others."""
+        experts, groups = self.plain.local_expert_parameters, self.groups
+        sharing = (groups.shard, groups.expert_shard) if self.layout.zero_stage else (groups.data, groups.expert_data)
+        both = zip((parameters - experts, experts), sharing, strict=True)
         return tuple(part for part in both if part[0])
 
     def _optimizer_ticks(self, count: ParameterCount) -> int:
         seconds = self._moving_seconds(count) + self._muon_seconds()
         if not (self.layout.zero_stage and self.plain.local_expert_parameters):
-            return ticks(seconds / (self.groups.data.ranks if self.layout.zero_stage else 1))
+            return ticks(seconds / (self.groups.shard.ranks if self.layout.zero_stage else 1))
         return ticks(
             sum(seconds * elements / count.elements / group.ranks for elements, group in self._parts(count.elements))
         )
@@ -396,16 +451,17 @@ class _LayerPricing:
         return ticks(sum(self._reduction_seconds(elements, group) for elements, group in self._parts(parameters)))
 
     def _reduction_seconds(self, parameters: int, group: Group) -> float:
-        """Equation (T4); under ZeRO 3 every micro-batch does it instead, under ZeRO 2 the first half of it."""
+        """Equations (T4) and (T7); under ZeRO 3 every micro-batch gathers and scatters, under ZeRO 2 it scatters."""
         work, ogp, zero = self.work, self.work.recipe, self.layout.zero_stage
-        if zero == 3:
-            return 0.0
         if zero == 0:
             return _bandwidth_seconds(work, "all_reduce", parameters * ogp.gradient_bytes, group)
-        gather = _bandwidth_seconds(work, "all_gather", parameters * self._computed_bytes, group)
-        if zero == 2:
-            return gather
-        return gather + _bandwidth_seconds(work, "reduce_scatter", parameters * ogp.gradient_bytes, group)
+        seconds = 0.0
+        if zero < 3:
+            seconds += _bandwidth_seconds(work, "all_gather", parameters * self._computed_bytes, group)
+        if zero < 2:
+            seconds += _bandwidth_seconds(work, "reduce_scatter", parameters * ogp.gradient_bytes, group)
+        shard_bytes = -(-parameters // group.ranks) * ogp.gradient_bytes
+        return seconds + _bandwidth_seconds(work, "all_reduce", shard_bytes, self.groups.copies)
 
     @property
     def _computed_bytes(self) -> int:
@@ -433,5 +489,7 @@ def _bandwidth_seconds(work: Workload, operation: CollectiveName, size_bytes: in
     return collective_seconds(operation, size_bytes, group, work.intra_node, work.inter_node, latency=False)
 
 
-def _reduction_latency_ticks(work: Workload, group: Group) -> int:
-    return ticks(collective_seconds("all_reduce", 1, group, work.intra_node, work.inter_node))
+def _reduction_latency_ticks(work: Workload, layout: Layout, groups: Groups) -> int:
+    """Of an all-reduce among the ranks that sum gradients: under ZeRO among those of a group, then over the copies."""
+    several = (groups.shard, groups.copies) if layout.zero_stage else (groups.data,)
+    return ticks(sum(collective_seconds("all_reduce", 1, one, work.intra_node, work.inter_node) for one in several))

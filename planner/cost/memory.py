@@ -2,7 +2,8 @@
 
 (M1)  OGP(s)  = sum over the layers of stage s of parameters, gradients and optimizer states; parameters shared by
                 several layers of the stage are stored once. ZeRO stage 1 / 2 / 3 divides optimizer states /
-                gradients / parameters by the data-parallel degree (Rajbhandari et al. 2020).   -> stage_memory()
+                gradients / parameters by the ranks that share them out: the data- and context-parallel ones
+                (Rajbhandari et al. 2020), or `zero_shard_degree` of them (Zhang et al. 2022)   -> stage_memory()
 (M2)  act(s)  = in_flight(s) * (sum of the layers' saved activations + the stage's output)
                 + 2 * (bytes received from the stage before and from the stage behind)
                 in_flight: micro-batches that are forwarded and not yet backwarded, from the schedule's order, when the

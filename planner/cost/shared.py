@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from planner.cost.communication import transfer_seconds
 from planner.cost.ticks import ticks
 from planner.cost.workload import Workload
+from planner.spec.cluster import Link
 from planner.spec.layout import Layout
 from planner.spec.profile import RecomputeMode, SkipEdge
 from planner.spec.recipes import ParameterCount
@@ -47,13 +48,20 @@ class SkipCost:
 
 
 def shared_costs(
-    work: Workload, layout: Layout, layers: Sequence[Mapping[RecomputeMode, LayerCost]]
+    work: Workload,
+    layout: Layout,
+    layers: Sequence[Mapping[RecomputeMode, LayerCost]],
+    network: Link | None = None,
 ) -> tuple[SharedCost, ...]:
-    """Parameters that several layers use, priced; a copy is split over tensor-parallel ranks if some user's is."""
+    """Parameters that several layers use, priced; a copy is split over tensor-parallel ranks if some user's is.
+
+    Stages that hold copies exchange over `network`; None: over the slowest link that the layout's ranks cross.
+    """
     order = {layer.name: index for index, layer in enumerate(work.profile.layers)}
-    ogp, data = work.recipe, layout.data_parallel_degree * layout.context_parallel_degree
-    between = work.inter_node if layout.devices > work.domain_devices and work.inter_node else work.intra_node
-    shards = [data if layout.zero_stage >= level else 1 for level in (3, 2, 1)]
+    ogp = work.recipe
+    crosses = layout.devices > work.domain_devices
+    between = network or (work.inter_node if crosses and work.inter_node else work.intra_node)
+    shards = [layout.zero_shards if layout.zero_stage >= level else 1 for level in (3, 2, 1)]
     costs = []
     for one in work.profile.shared_parameters:
         users = tuple(sorted({order[name] for name in one.layers}))

@@ -119,9 +119,8 @@ def _hidden(costs: LayoutCosts, layers: Sequence[LayerCost]) -> int:
     reduction is never hidden."""
     framework = costs.work.framework
     beside = sum(cost.backward_ticks for cost in layers) if framework.overlaps_reduction else 0
-    beside += (
-        sum(cost.forward_ticks for cost in layers) if framework.overlaps_gathers and costs.layout.zero_stage else 0
-    )
+    if framework.overlaps_gathers and costs.layout.zero_stage in (1, 2):
+        beside += sum(cost.forward_ticks for cost in layers)
     behind = sum(cost.reduction_ticks for cost in layers[1:])
     return min(behind, int(costs.work.constants.overlap_fraction * beside))
 

@@ -79,7 +79,9 @@ class Facts:
         """By name of a group, the one that crosses most nodes.
 
         tensor, context and expert ranks exchange activations; data ranks (context ranks among them, whose gradients
-        are of other tokens) sum gradients; expert_data are those of them that hold the same experts.
+        are of other tokens) sum gradients; expert_data are those of them that hold the same experts. ZeRO's states are
+        shared out by shard, runs of neighbours among the data ranks, and their experts by expert_shard; copies hold the
+        same shard.
         """
         return {
             name: _widest((coordinate(row), self._domain(row)) for row in self.placement)
@@ -90,12 +92,19 @@ class Facts:
     def _axes(self) -> tuple[tuple[str, Callable[[RankPlacement], Coordinate]], ...]:
         """By name of a group: what its members have in common."""
         context, expert = self.layout.context_parallel_degree, self.layout.expert_parallel_degree
+        shards = self.layout.zero_shard_degree or self.layout.data_parallel_degree * context
         return (
             ("tensor", lambda row: (row.pipeline, row.data, row.context)),
             ("context", lambda row: (row.pipeline, row.data, row.tensor)),
             ("expert", lambda row: (row.pipeline, row.tensor, (row.data * context + row.context) // expert)),
             ("data", lambda row: (row.pipeline, row.tensor)),
             ("expert_data", lambda row: (row.pipeline, row.tensor, row.expert)),
+            ("shard", lambda row: (row.pipeline, row.tensor, (row.data * context + row.context) // shards)),
+            (
+                "expert_shard",
+                lambda row: (row.pipeline, row.tensor, (row.data * context + row.context) // shards, row.expert),
+            ),
+            ("copies", lambda row: (row.pipeline, row.tensor, (row.data * context + row.context) % shards)),
         )
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Nanoseconds and bytes of one layer on one rank, from its measurement: equations (T1) to (T6) and (M1).
+"""Nanoseconds and bytes of one layer on one rank, from its measurement: equations (T1) to (T7) and (M1).
 
 Durations are whole nanoseconds, rounded once per layer and part, because the plan's are.
 """
@@ -138,8 +138,9 @@ class Prices:
 
     @cached_property
     def reduction_latency(self) -> int:
-        """Fixed cost of a stage's gradient all-reduce."""
-        return nanoseconds(self._collective("all_reduce", 1, "data"))
+        """Fixed cost of a stage's gradient all-reduce; with ZeRO inside the groups, then over their copies."""
+        groups = ("shard", "copies") if self.facts.layout.zero_stage else ("data",)
+        return nanoseconds(sum(self._collective("all_reduce", 1, group) for group in groups))
 
     @cached_property
     def boundary_bytes(self) -> tuple[int, ...]:
@@ -209,24 +210,26 @@ class Prices:
         )
 
     def _reduction(self, held: HeldParameters) -> int:
-        """Equation (T4): all-reduce; ZeRO 1 scatters and gathers, ZeRO 2 gathers; experts among their own."""
+        """Equation (T4): all-reduce; ZeRO 1 scatters and gathers, ZeRO 2 gathers; experts among their own. Equation
+        (T7): a rank's part of the sum, rounded up, goes over the copies of it."""
         ogp = self._ogp
         scatter, gather = {"reduce_scatter": ogp.gradient_bytes}, {"all_gather": ogp.parameter_bytes}
         operations = ({"all_reduce": ogp.gradient_bytes}, scatter | gather, gather, {})[self.facts.layout.zero_stage]
-        return nanoseconds(
-            sum(
-                self._collective(operation, elements * each, group, latency=False)
-                for elements, group in held.parts
-                for operation, each in operations.items()
-            )
-        )
+        seconds = []
+        for elements, group in self._parts(held):
+            sizes = [(operation, elements * each, group) for operation, each in operations.items()]
+            if self.facts.layout.zero_stage:
+                mine = _share(elements, self.facts.spreads[group].ranks)
+                sizes.append(("all_reduce", mine * ogp.gradient_bytes, "copies"))
+            seconds.append(sum(self._collective(*one, latency=False) for one in sizes))
+        return nanoseconds(sum(seconds))
 
     def _gathers(self, held: HeldParameters) -> tuple[int, int]:
         """(all-gather of the parameters, reduce-scatter of the gradients) of every micro-batch: equation (T6). ZeRO 2
         keeps no gradient whole, ZeRO 3 no parameter; experts go among the ranks over which (M1) shards them."""
         zero, ogp = self.facts.layout.zero_stage, self._ogp
         gather = scatter = 0.0
-        for elements, group in held.parts:
+        for elements, group in self._parts(held):
             gather += self._collective("all_gather", elements * ogp.parameter_bytes, group) + self._fixed(group)
             scatter += self._collective("reduce_scatter", elements * ogp.gradient_bytes, group) + self._fixed(group)
         return nanoseconds(gather) if zero == 3 else 0, nanoseconds(scatter) if zero >= 2 else 0
@@ -254,9 +257,9 @@ class Prices:
             return nanoseconds(seconds)
         spreads = self.facts.spreads
         if not held.experts:
-            return nanoseconds(seconds / spreads["data"].ranks)
+            return nanoseconds(seconds / spreads["shard"].ranks)
         return nanoseconds(
-            sum(seconds * elements / count.elements / spreads[group].ranks for elements, group in held.parts)
+            sum(seconds * elements / count.elements / spreads[group].ranks for elements, group in self._parts(held))
         )
 
     def _orthogonalising(self, row: Measurement) -> float:
@@ -284,12 +287,18 @@ class Prices:
         """Of the fullest rank; experts by their share of the parameters, rounded down."""
         spreads = self.facts.spreads
         experts = size_bytes * held.experts // max(1, held.count.elements)
-        return _share(size_bytes - experts, spreads["data"].ranks) + _share(experts, spreads["expert_data"].ranks)
+        return _share(size_bytes - experts, spreads["shard"].ranks) + _share(experts, spreads["expert_shard"].ranks)
+
+    def _parts(self, held: HeldParameters) -> tuple[tuple[int, str], ...]:
+        """(elements, group whose ranks share them out, or without ZeRO sum their gradients)."""
+        whole, experts = ("shard", "expert_shard") if self.facts.layout.zero_stage else ("data", "expert_data")
+        both = ((held.count.elements - held.experts, whole), (held.experts, experts))
+        return tuple(part for part in both if part[0])
 
     def _shared(self, shared: SharedParameters) -> SharedPrice:
         facts, ogp = self.facts, self._ogp
         by_parameters, by_gradients, by_optimizer = (
-            facts.spreads["data"].ranks if is_sharded else 1 for is_sharded in self._is_sharded()
+            facts.spreads["shard"].ranks if is_sharded else 1 for is_sharded in self._is_sharded()
         )
         names = [layer.name for layer in facts.profile.layers]
         users = tuple(sorted({names.index(name) for name in shared.layers}))
@@ -330,12 +339,6 @@ class HeldParameters:
     count: ParameterCount
     experts: int
     """Elements of them that the expert-parallel group splits."""
-
-    @property
-    def parts(self) -> tuple[tuple[int, str], ...]:
-        """(elements, group of the ranks that hold the same ones)."""
-        both = ((self.count.elements - self.experts, "data"), (self.experts, "expert_data"))
-        return tuple(part for part in both if part[0])
 
 
 def held_parameters(layer: LayerProfile, plain: Measurement) -> HeldParameters:

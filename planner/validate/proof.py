@@ -26,6 +26,8 @@ def check_search(plan: Plan, findings: Findings) -> None:
     told = search.layouts_pruned + search.layouts_solved
     if told > search.layouts_considered or (search.optimal and told < search.layouts_considered):
         findings.equal("search.layouts_considered", search.layouts_considered, told)
+    if plan.request.job.objective == "step_time":  # which leaves no device out
+        findings.equal("search.clusters_considered", search.clusters_considered, 1)
     findings.checked.append("the search's bound, gap and counts agree with each other and with the step")
 
 

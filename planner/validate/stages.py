@@ -33,15 +33,28 @@ def check_layout(plan: Plan, facts: Facts, findings: Findings) -> None:
     if replicas % layout.expert_parallel_degree:
         message = f"{layout.expert_parallel_degree} does not divide the {replicas} data- and context-parallel ranks."
         findings.wrong("layout.expert_parallel_degree", message)
+    _check_shards(layout, replicas, findings)
     _check_schedule(layout, job, findings)
     _check_rows(layout, facts, findings)
     for field, constraint in job.constraints.items():
-        value: Any = getattr(layout, field)
+        value: Any = layout.constrained(field)
         if field == "recompute":
             continue
         if not (permits_schedule(constraint, value) if field == "schedule" else allows(constraint, value)):
             findings.wrong(f"layout.{field}", f"the plan says {value}, the job's constraint does not allow it.")
     findings.checked.append("degrees multiply to the devices, micro-batches to the global batch, constraints hold")
+
+
+def _check_shards(layout: Layout, replicas: int, findings: Findings) -> None:
+    """Groups that share out ZeRO's states are of one size, smaller than all replicas, and hold all experts."""
+    degree, experts = layout.zero_shard_degree, layout.expert_parallel_degree
+    if degree is None:
+        return
+    if not layout.zero_stage or not 1 < degree < replicas or replicas % degree or degree % experts:
+        message = (
+            f"ZeRO {layout.zero_stage} is not shared out by {degree} of {replicas} ranks, with experts on {experts}."
+        )
+        findings.wrong("layout.zero_shard_degree", message)
 
 
 def _check_schedule(layout: Layout, job: Job, findings: Findings) -> None:

@@ -41,8 +41,10 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, int]:
     """A layout that its schedule takes, and its number of micro-batches."""
     name = draw(st.sampled_from(TOLD))
     shape = draw(st.sampled_from([one for one in numbers(name) if one.ranks <= 4 and one.micro_batches <= 8]))
-    data, context = draw(st.integers(1, 3)), draw(st.integers(1, 2))
-    tensor = draw(st.integers(1, 2))
+    data, context = draw(st.integers(1, 4)), draw(st.integers(1, 2))
+    replicas, tensor, zero = data * context, draw(st.integers(1, 2)), draw(st.integers(0, 3))
+    expert = draw(st.sampled_from([each for each in range(1, replicas + 1) if replicas % each == 0]))
+    groups = [each for each in range(2, replicas if zero else 0) if replicas % each == 0 and each % expert == 0]
     recompute = (
         ("none", "selective", "full") if shape.virtual_stages > 1 else ("none", "selective", "full", "per-layer")
     )
@@ -51,11 +53,10 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, int]:
         tensor_parallel_degree=tensor,
         pipeline_parallel_degree=shape.ranks,
         context_parallel_degree=context,
-        expert_parallel_degree=draw(
-            st.sampled_from([each for each in range(1, data * context + 1) if data * context % each == 0])
-        ),
+        expert_parallel_degree=expert,
         virtual_stages_per_rank=shape.virtual_stages,
-        zero_stage=draw(st.sampled_from((0, 1, 2, 3))),
+        zero_stage=zero,
+        zero_shard_degree=draw(st.sampled_from((None, *groups))),
         sequence_parallel=tensor > 1 and draw(st.booleans()),
         micro_batch_size=draw(st.integers(1, 2)),
         schedule=name,

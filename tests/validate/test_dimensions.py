@@ -110,6 +110,30 @@ CASES = {
             "temporary_bytes": 2 * 2 * ELEMENTS,
         },
     ),
+    "hybrid sharding": Case(
+        {"data_parallel_degree": 4, "zero_stage": 3, "zero_shard_degree": 2},
+        seconds={
+            "data_parallel_seconds": PER_MICRO_BATCH * moved(ELEMENTS, 2, times=3)
+            + LAYERS * moved(ELEMENTS / 2, 2, times=2),
+            "optimizer_seconds": LAYERS * 1e-3 / 2,
+        },
+        bytes={
+            "parameters_bytes": 2 * LAYERS * ELEMENTS // 2,
+            "gradients_bytes": 2 * LAYERS * ELEMENTS // 2,
+            "optimizer_bytes": 12 * LAYERS * ELEMENTS // 2,
+            "temporary_bytes": 2 * 2 * ELEMENTS,
+        },
+    ),
+    "hybrid sharding with experts": Case(
+        {"data_parallel_degree": 4, "expert_parallel_degree": 2, "zero_stage": 1, "zero_shard_degree": 2},
+        {"local_expert_parameters": EXPERTS},
+        seconds={
+            "data_parallel_seconds": LAYERS
+            * (moved(ELEMENTS - EXPERTS, 2, times=2) + moved((ELEMENTS - EXPERTS) / 2 + EXPERTS, 2, times=2)),
+            "optimizer_seconds": LAYERS * 1e-3 * (1 / 4 / 2 + 3 / 4),
+        },
+        bytes={"optimizer_bytes": 12 * LAYERS * ((ELEMENTS - EXPERTS) // 2 + EXPERTS)},
+    ),
     "sequence parallel": Case(
         {"tensor_parallel_degree": 2, "sequence_parallel": True},
         exchange("tensor", "all_gather", "reduce_scatter"),
@@ -241,6 +265,7 @@ def lie(change: Callable[[dict[str, Any]], object], name: str) -> list[str]:
         ("V", lambda d: d["layout"].update(schedule="dualpipev"), "actions[0]: in flight under dualpipev: "),
         ("V", lambda d: d["layout"].update(sequence_chunks=2), "layout.sequence_chunks: zb-v does not cut"),
         ("ZeRO 1", lambda d: d["layout"].update(zero_stage=2), "layout.zero_stage: the plan says 2"),
+        ("hybrid sharding", lambda d: d["layout"].update(zero_shard_degree=3), "layout.zero_shard_degree: ZeRO 3 is"),
         ("expert parallel", lambda d: d["placement"][1].update(expert=0), "placement[1].expert: the plan says 0"),
         ("expert parallel", lambda d: d["layout"].update(expert_parallel_degree=3), "layout.expert_parallel_degree: 3"),
         ("context parallel", lambda d: d["placement"][1].update(context=0), "placement: no rank stands at"),
