@@ -12,7 +12,7 @@ from planner.cli.inputs import profile_behind
 from planner.cli.rebalance import rebalanced
 from planner.cli.service import WAIT_SECONDS, exchange
 from planner.errors import RunError, UnsupportedError
-from planner.executor.elastic import Rebalanced
+from planner.executor.weigh import Rebalanced
 from planner.spec import Cluster, Forecast, Infeasible, Job, ModelProfile, Options, Plan, parse
 
 SEARCH_SECONDS = 20.0

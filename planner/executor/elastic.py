@@ -2,17 +2,8 @@
 
 One supervisor starts torchrun, as often as it must. When a signal kills ranks, their devices are left out, the caller's
 planner finds the best plan for the others, and the run goes on from the last complete checkpoint, which any plan can
-load. When devices come back, the supervisor asks again after the next checkpoint; it moves when the steps that are left
-are shorter by more than the move takes:
-
-    (E1)  gain = steps left x (seconds of a step now - predicted seconds x measured / predicted seconds of this plan)
-    (E2)  move = seconds from a launch to the end of its first step, less that step, as this run has measured them
-
-And when stages drift from the plan, for one device is slower than the others, it asks for another partition:
-
-    (E3)  drift of a pipeline rank = measured / predicted seconds of its actions, over the median of all ranks' ratios
-
-A plan that is wrong for all ranks alike has no drift: another partition would not help.
+load. When devices come back, or stages drift from the plan, the supervisor asks again after the next checkpoint, and
+moves where it pays: see `planner.executor.weigh`. Runs on several nodes: see `planner.executor.nodes`.
 
 Horovod's elastic mode (`horovodrun --host-discovery-script`) is the model for how devices come and go; torchrun's own
 restarts keep the number of ranks of a node. Torch-free.
@@ -20,12 +11,10 @@ restarts keep the number of ranks of a node. Torch-free.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Protocol
 
 from planner.errors import DocumentError, PlannerError, RunError, UnsupportedError
@@ -33,42 +22,21 @@ from planner.executor.checkpoint_folder import complete, read_manifest
 from planner.executor.settings import RunSettings
 from planner.executor.support import check_plan
 from planner.executor.torchrun import Ended, Log, StepLine, Torchrun
+from planner.executor.weigh import Pace, Rebalancer, Weighed, decided, look_for_drift, weigh, weigh_drift
 from planner.spec.measured import Decision, MeasuredRun, Segment
 from planner.spec.plan import Infeasible, Plan
 
 DEFAULT_RESTARTS = 3
 DEFAULT_COOLDOWN_SECONDS = 300.0
-WARM_UP_STEPS = 2
-"""Of a launch; they say nothing about its step time."""
-DRIFT_STEPS = 8
-"""That medians are taken over, at least."""
-DRIFT = 1.2
-"""From here on a pipeline rank is slow: equation (E3). What several ranks of one machine differ by is less."""
 
 Clock = Callable[[], float]
 
 
-@dataclass(frozen=True, slots=True)
-class Rebalanced:
-    """Another partition of the same layout, for pipeline ranks of unequal speed."""
-
-    plan: Plan
-    seconds_now: float
-    """Of a step by the plan at hand, on these ranks, as the planner predicts it."""
-    seconds_then: float
-
-
-class Planner(Protocol):
+class Planner(Rebalancer, Protocol):
     """Finds plans, for an executor that cannot: the caller hands in a search of its own, or a client of a service."""
 
     def for_devices(self, devices: int) -> Plan | Infeasible:
         """The fastest plan of the same job on at most so many devices of one node."""
-
-    def busy_seconds(self, plan: Plan) -> tuple[float, ...]:
-        """Predicted seconds of every pipeline rank's actions in one step."""
-
-    def rebalance(self, plan: Plan, slowdown: Sequence[float]) -> Rebalanced | None:
-        """A faster partition where every pipeline rank takes so many times as long; None: there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,14 +175,14 @@ class Elastic:
         torchrun = Torchrun(self._plan, path, self._settings, folder, metrics=self._metrics, devices=shown)
         self._launch = launch = _Launch(torchrun, self._plan, chosen, newest_step(self._checkpoints))
         ended = torchrun.run(self._on_step, self._log)
-        if ended.measured is None and launch.losses:
-            self._segments.append(launch.segment())
+        if ended.measured is None and launch.pace.losses:
+            self._segments.append(launch.pace.segment())
         return ended
 
     def _on_step(self, line: StepLine) -> None:
         launch = self._launch
         assert launch is not None
-        launch.record(line)
+        launch.pace.record(line.step, line.loss, line.seconds, line.busy_seconds)
         self._log(str(line))
         self._warnings += [] if line.warning is None else [line.warning]
         kept = newest_step(self._checkpoints)
@@ -237,70 +205,23 @@ class Elastic:
         self._considered = usable
         found = self._ask(len(usable), step)
         if found is not None:
-            faster = found.prediction.step_seconds / launch.plan.prediction.step_seconds
-            self._weigh(launch, found, faster, step, f"{len(found.placement)} devices are there again")
+            faster = found.prediction.step_seconds / launch.pace.plan.prediction.step_seconds
+            reason = f"{len(found.placement)} devices are there again"
+            self._move(weigh(launch.pace, found, faster, step=step, steps=self._settings.steps, reason=reason))
 
     def _watch_drift(self, launch: _Launch, step: int) -> None:
-        """Look whether pipeline ranks have become slower than others, against the plan: equation (E3)."""
-        if launch.weighed_drift or len(launch.busy) < WARM_UP_STEPS + DRIFT_STEPS or step >= self._settings.steps:
-            return
-        try:
-            drift = launch.drift(self._policy.planner.busy_seconds(launch.plan))
-            if max(drift) < DRIFT:
-                return
-            launch.weighed_drift = True
-            found = self._policy.planner.rebalance(launch.plan, drift)
-        except PlannerError as error:
-            launch.weighed_drift = True
-            self._decide(step, "stayed", f"drift cannot be weighed: {error}", {})
-            return
-        slow = max(range(len(drift)), key=lambda rank: drift[rank])
-        text = f"pipeline rank {slow} takes {drift[slow]:.2f} x as long as the others, against the plan"
-        figures = {f"drift_of_pipeline_rank_{rank}": ratio for rank, ratio in enumerate(drift)}
-        if found is None:
-            self._decide(step, "stayed", f"{text}: no other partition is faster", figures)
-            return
-        self._weigh(launch, found.plan, found.seconds_then / found.seconds_now, step, text, figures)
+        """Look whether pipeline ranks have become slower than others, and whether it pays to move layers."""
+        drift = look_for_drift(launch.pace, self._policy.planner) if step < self._settings.steps else None
+        if drift is not None:
+            self._move(weigh_drift(launch.pace, drift, step=step, steps=self._settings.steps))
 
-    def _weigh(
-        self,
-        launch: _Launch,
-        found: Plan,
-        faster: float,
-        step: int,
-        reason: str,
-        more: Mapping[str, float] = MappingProxyType({}),
-    ) -> None:
-        """Move when the steps left gain more than the move takes: equations (E1) and (E2).
-
-        Args:
-            faster: predicted seconds of a step then / now.
-            more: figures of the reason.
-        """
-        now = launch.step_seconds
-        then = now * faster
-        left = self._settings.steps - step
-        gain = left * (now - then)
-        figures = {
-            "devices_now": len(launch.plan.placement),
-            "devices_then": len(found.placement),
-            "step_now_seconds": now,
-            "step_then_seconds": then,
-            "steps_left": left,
-            "gain_seconds": gain,
-            "move_seconds": launch.startup_seconds,
-            **more,
-        }
-        text = (
-            f"{reason}: {left} steps of {then:.3f} s instead of {now:.3f} s gain "
-            f"{gain:.1f} s, the move takes {launch.startup_seconds:.1f} s"
-        )
-        if gain <= launch.startup_seconds:
-            self._decide(step, "stayed", f"{text}: stay", figures)
-            return
-        self._decide(step, "moved", f"{text}: move to plan {found.id[:12]}", figures)
-        self._next = found
-        launch.torchrun.stop()
+    def _move(self, weighed: Weighed) -> None:
+        """Tell what was decided, and begin a move."""
+        self._tell(weighed.decision)
+        if weighed.plan is not None:
+            assert self._launch is not None
+            self._next = weighed.plan
+            self._launch.torchrun.stop()
 
     def _recover(self, ended: Ended) -> None:
         """Leave lost devices out, and choose how to go on with the others."""
@@ -311,7 +232,7 @@ class Elastic:
         self._devices.lose(lost)
         usable = self._devices.usable()
         kept = newest_step(self._checkpoints)
-        trained = launch.trained
+        trained = launch.pace.trained
         self._restarts += 1
         names = ", ".join(map(str, ended.killed))
         figures = {"ranks_lost": len(lost), "devices_left": len(usable), "steps_trained": trained, "steps_kept": kept}
@@ -361,9 +282,11 @@ class Elastic:
         return None
 
     def _decide(self, step: int, kind: str, text: str, figures: Mapping[str, float]) -> None:
-        decision = Decision.model_validate({"step": step, "kind": kind, "text": text, "figures": figures})
+        self._tell(decided(step, kind, text, figures))
+
+    def _tell(self, decision: Decision) -> None:
         self._decisions.append(decision)
-        self._log(f"elastic: {text}")
+        self._log(f"elastic: {decision.text}")
 
     def _whole(self, measured: MeasuredRun) -> MeasuredRun:
         told = {"decisions": tuple(self._decisions), "warnings": tuple(self._warnings)}
@@ -375,53 +298,10 @@ class _Launch:
 
     def __init__(self, torchrun: Torchrun, plan: Plan, devices: Sequence[int], kept: int) -> None:
         self.torchrun = torchrun
-        self.plan = plan
         self.devices = tuple(devices)
         self.kept = kept
         """Steps of the newest complete checkpoint that was looked at."""
-        self.losses: dict[int, float] = {}
-        self.seconds: dict[int, float] = {}
-        self.busy: list[Sequence[float]] = []
-        """Of every step, by pipeline rank."""
-        self.startup_seconds = 0.0
-        self.weighed_drift = False
-        """Once in a launch: what was decided by is not less true later."""
-        self._begun = time.monotonic()
-
-    def record(self, line: StepLine) -> None:
-        """A step is over."""
-        if not self.losses:
-            self.startup_seconds = max(time.monotonic() - self._begun - line.seconds, 0.0)
-        self.losses[line.step], self.seconds[line.step] = line.loss, line.seconds
-        self.busy.append(line.busy_seconds)
-
-    @property
-    def trained(self) -> int:
-        """Steps trained so far."""
-        return max(self.losses, default=self.kept - 1) + 1
-
-    @property
-    def step_seconds(self) -> float:
-        """Median of this launch's steps, the first ones apart."""
-        seconds = list(self.seconds.values())
-        return statistics.median(seconds[min(WARM_UP_STEPS, len(seconds) - 1) :])
-
-    def drift(self, predicted: Sequence[float]) -> tuple[float, ...]:
-        """How much longer every pipeline rank takes than the median one, against the plan: equation (E3)."""
-        measured = [statistics.median(of_rank) for of_rank in zip(*self.busy[-DRIFT_STEPS:], strict=True)]
-        ratios = [seconds / wanted for seconds, wanted in zip(measured, predicted, strict=True)]
-        middle = statistics.median_low(ratios)
-        return tuple(ratio / middle for ratio in ratios)
-
-    def segment(self) -> Segment:
-        """What it trained."""
-        return Segment(
-            plan_id=self.plan.id,
-            devices=len(self.plan.placement),
-            first_step=min(self.losses),
-            losses=tuple(self.losses.values()),
-            step_seconds=tuple(self.seconds.values()),
-        )
+        self.pace = Pace(plan, kept)
 
 
 def newest_step(folder: Path) -> int:

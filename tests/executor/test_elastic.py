@@ -11,10 +11,11 @@ import pytest
 
 from planner.errors import DocumentError, RunError, StoppedError
 from planner.executor import elastic
-from planner.executor.elastic import Devices, Elastic, ElasticPolicy, Rebalanced
+from planner.executor.elastic import Devices, Elastic, ElasticPolicy
 from planner.executor.failure import killed_ranks
 from planner.executor.settings import RunSettings
 from planner.executor.torchrun import Ended, StepLine, visible
+from planner.executor.weigh import Rebalanced
 from planner.spec import Infeasible, MeasuredRun, Plan
 from tests.executor.plans import make_plan
 

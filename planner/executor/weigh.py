@@ -1,0 +1,209 @@
+"""Whether a training that runs should move to another plan, by what it has measured of itself. Torch-free.
+
+It moves when the steps that are left are shorter by more than the move takes:
+
+    (E1)  gain = steps left x (seconds of a step now - predicted seconds x measured / predicted seconds of this plan)
+          -> implemented in `weigh`
+    (E2)  move = seconds from a launch to the end of its first step, less that step, as this run has measured them
+          -> implemented in `Pace.record`; where nodes have to find each other first, that wait is added
+
+And when stages drift from the plan, for one device is slower than the others, another partition is asked for:
+
+    (E3)  drift of a pipeline rank = measured / predicted seconds of its actions, over the median of all ranks' ratios
+          -> implemented in `Pace.drift`
+
+A plan that is wrong for all ranks alike has no drift: another partition would not help.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol
+
+from planner.errors import PlannerError
+from planner.spec.measured import Decision, Segment
+from planner.spec.plan import Plan
+
+WARM_UP_STEPS = 2
+"""Of a launch; they say nothing about its step time."""
+DRIFT_STEPS = 8
+"""That medians are taken over, at least."""
+DRIFT = 1.2
+"""From here on a pipeline rank is slow: equation (E3). What several ranks of one machine differ by is less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rebalanced:
+    """Another partition of the same layout, for pipeline ranks of unequal speed."""
+
+    plan: Plan
+    seconds_now: float
+    """Of a step by the plan at hand, on these ranks, as the planner predicts it."""
+    seconds_then: float
+
+
+class Rebalancer(Protocol):
+    """Knows how long ranks should work, and finds partitions for ranks that are slower."""
+
+    def busy_seconds(self, plan: Plan) -> tuple[float, ...]:
+        """Predicted seconds of every pipeline rank's actions in one step."""
+
+    def rebalance(self, plan: Plan, slowdown: Sequence[float]) -> Rebalanced | None:
+        """A faster partition where every pipeline rank takes so many times as long; None: there is none."""
+
+
+class Pace:
+    """What a launch has measured of itself: the time since it was made counts as its start.
+
+    Args:
+        first_step: that it begins with.
+        more_startup_seconds: that a start takes besides.
+    """
+
+    def __init__(self, plan: Plan, first_step: int, *, more_startup_seconds: float = 0.0) -> None:
+        self.plan = plan
+        self.losses: dict[int, float] = {}
+        self.seconds: dict[int, float] = {}
+        self.busy: list[Sequence[float]] = []
+        """Of every step, by pipeline rank."""
+        self.startup_seconds = 0.0
+        self.weighed_drift = False
+        """Once in a launch: what was decided by is not less true later."""
+        self._first_step = first_step
+        self._more_startup_seconds = more_startup_seconds
+        self._begun = time.monotonic()
+
+    def record(self, step: int, loss: float, seconds: float, busy_seconds: Sequence[float]) -> None:
+        """A step is over."""
+        if not self.losses:
+            waited = time.monotonic() - self._begun - seconds
+            self.startup_seconds = max(waited, 0.0) + self._more_startup_seconds
+        self.losses[step], self.seconds[step] = loss, seconds
+        self.busy.append(busy_seconds)
+
+    @property
+    def trained(self) -> int:
+        """Steps trained so far."""
+        return max(self.losses, default=self._first_step - 1) + 1
+
+    @property
+    def step_seconds(self) -> float:
+        """Median of this launch's steps, the first ones apart."""
+        seconds = list(self.seconds.values())
+        return statistics.median(seconds[min(WARM_UP_STEPS, len(seconds) - 1) :])
+
+    def drift(self, predicted: Sequence[float]) -> tuple[float, ...]:
+        """How much longer every pipeline rank takes than the median one, against the plan: equation (E3)."""
+        measured = [statistics.median(of_rank) for of_rank in zip(*self.busy[-DRIFT_STEPS:], strict=True)]
+        ratios = [seconds / wanted for seconds, wanted in zip(measured, predicted, strict=True)]
+        middle = statistics.median_low(ratios)
+        return tuple(ratio / middle for ratio in ratios)
+
+    def segment(self) -> Segment:
+        """What it trained."""
+        return Segment(
+            plan_id=self.plan.id,
+            devices=len(self.plan.placement),
+            first_step=min(self.losses),
+            losses=tuple(self.losses.values()),
+            step_seconds=tuple(self.seconds.values()),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """A decision about another plan."""
+
+    decision: Decision
+    plan: Plan | None = None
+    """To move to; None: stay."""
+
+
+def decided(step: int, kind: str, text: str, figures: Mapping[str, float]) -> Decision:
+    """A decision, `step` steps being trained."""
+    return Decision.model_validate({"step": step, "kind": kind, "text": text, "figures": dict(figures)})
+
+
+def weigh(
+    pace: Pace,
+    found: Plan,
+    faster: float,
+    *,
+    step: int,
+    steps: int,
+    reason: str,
+    more: Mapping[str, float] = MappingProxyType({}),
+) -> Weighed:
+    """Move when the steps left gain more than the move takes: equations (E1) and (E2).
+
+    Args:
+        faster: predicted seconds of a step then / now.
+        step: steps trained.
+        steps: to train in all.
+        more: figures of the reason.
+    """
+    now, left = pace.step_seconds, steps - step
+    then = now * faster
+    gain = left * (now - then)
+    figures = {
+        "devices_now": len(pace.plan.placement),
+        "devices_then": len(found.placement),
+        "step_now_seconds": now,
+        "step_then_seconds": then,
+        "steps_left": left,
+        "gain_seconds": gain,
+        "move_seconds": pace.startup_seconds,
+        **more,
+    }
+    text = (
+        f"{reason}: {left} steps of {then:.3f} s instead of {now:.3f} s gain "
+        f"{gain:.1f} s, the move takes {pace.startup_seconds:.1f} s"
+    )
+    if gain <= pace.startup_seconds:
+        return Weighed(decided(step, "stayed", f"{text}: stay", figures))
+    return Weighed(decided(step, "moved", f"{text}: move to plan {found.id[:12]}", figures), found)
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """Pipeline ranks have become slower than others."""
+
+    ratios: tuple[float, ...] = ()
+    """Of every pipeline rank: equation (E3)."""
+    found: Rebalanced | None = None
+    """None: no other partition is faster."""
+    error: str = ""
+    """Why it cannot be told."""
+
+
+def look_for_drift(pace: Pace, planner: Rebalancer) -> Drift | None:
+    """Ask for another partition where ranks have become slow; None: they have not, it is too early to tell, or it was
+    looked at before."""
+    if pace.weighed_drift or len(pace.busy) < WARM_UP_STEPS + DRIFT_STEPS:
+        return None
+    try:
+        ratios = pace.drift(planner.busy_seconds(pace.plan))
+        if max(ratios) < DRIFT:
+            return None
+        pace.weighed_drift = True
+        return Drift(ratios, planner.rebalance(pace.plan, ratios))
+    except PlannerError as error:
+        pace.weighed_drift = True
+        return Drift(error=str(error))
+
+
+def weigh_drift(pace: Pace, drift: Drift, *, step: int, steps: int) -> Weighed:
+    """Move layers away from slow ranks where it pays."""
+    if drift.error:
+        return Weighed(decided(step, "stayed", f"drift cannot be weighed: {drift.error}", {}))
+    slow = max(range(len(drift.ratios)), key=lambda rank: drift.ratios[rank])
+    text = f"pipeline rank {slow} takes {drift.ratios[slow]:.2f} x as long as the others, against the plan"
+    figures = {f"drift_of_pipeline_rank_{rank}": ratio for rank, ratio in enumerate(drift.ratios)}
+    if drift.found is None:
+        return Weighed(decided(step, "stayed", f"{text}: no other partition is faster", figures))
+    faster = drift.found.seconds_then / drift.found.seconds_now
+    return weigh(pace, drift.found.plan, faster, step=step, steps=steps, reason=text, more=figures)
