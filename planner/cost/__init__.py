@@ -1,7 +1,8 @@
 """Seconds and bytes of any layout: pure functions of profile, cluster and job."""
 
 from planner.cost.compute import price
-from planner.cost.layers import LayerCost, LayoutCosts, layout_costs
+from planner.cost.layers import LayerCost, LayoutCosts
+from planner.cost.layout import layout_costs
 from planner.cost.memory import RECEIVE_BUFFERS, StageLayers, held_units, reserved_bytes, stage_memory
 from planner.cost.placement import placement, stage_ranks
 from planner.cost.shared import SharedCost

@@ -32,6 +32,8 @@ class Group:
     nodes: int
     ranks_per_node: int
     """On the fullest node."""
+    links: tuple[Link, Link] | None = None
+    """Inside and between nodes, where the members stand in several node groups; None: those of their own group."""
 
     @property
     def is_even(self) -> bool:
@@ -74,6 +76,7 @@ def collective_seconds(
     """
     if group.ranks == 1 or size_bytes == 0:
         return 0.0
+    intra_node, inter_node = group.links or (intra_node, inter_node)
     between = inter_node or intra_node
     if operation == "broadcast":
         return transfer_seconds(size_bytes, intra_node if group.nodes == 1 else between)

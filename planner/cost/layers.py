@@ -152,10 +152,11 @@ class LayoutCosts:
 
     def transfers_behind(self, boundary: int) -> tuple[int, ...]:
         """`transfer_ticks` of every layer that may be the stage's last."""
-        links = self.boundary_links or self._links
-        if self.layout.virtual_stages_per_rank > 1:
-            return self._transfers(self.work.inter_node or links[0] if self.work.inter_node in links else links[0])
-        return self._transfers(links[boundary])
+        links, between = self.boundary_links or self._links, self.work.inter_node
+        if self.layout.virtual_stages_per_rank == 1:
+            return self._transfers(links[boundary])
+        crosses = any(link is between for link in links)
+        return self._transfers(between if between and crosses else self.work.intra_node)
 
     def _transfers(self, link: Link) -> tuple[int, ...]:
         known = self._known_transfers
@@ -169,22 +170,6 @@ class LayoutCosts:
     def _known_transfers(self) -> dict[int, tuple[int, ...]]:
         """By the identity of a link, which `work` keeps alive."""
         return {}
-
-
-def layout_costs(work: Workload, layout: Layout) -> LayoutCosts:
-    """Price every layer under a layout.
-
-    Raises:
-        LayoutError: the degrees do not multiply to the devices, or the global batch does not divide.
-        MismatchError: the profile lacks this micro-batch size or tensor-parallel degree.
-        UnsupportedError: the layout uses a dimension that is not priced yet.
-    """
-    if work.groups or layout.micro_batch_shares:
-        from planner.cost.mixed import mixed_costs  # it prices ranks with `priced`
-
-        return mixed_costs(work, layout)
-    layout.check_devices(work.devices)
-    return priced(work, layout, groups_of(layout, work.domain_devices))
 
 
 def priced(work: Workload, layout: Layout, groups: Groups, *, network: Link | None = None) -> LayoutCosts:

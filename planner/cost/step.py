@@ -21,7 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.cost.chunks import per_chunk
-from planner.cost.layers import LayerCost, LayoutCosts, layout_costs
+from planner.cost.layers import LayerCost, LayoutCosts
+from planner.cost.layout import layout_costs
 from planner.cost.memory import StageLayers, held_units, shared_on_several_stages, stage_memory
 from planner.cost.ticks import TICK_SECONDS, ticks
 from planner.cost.workload import workload

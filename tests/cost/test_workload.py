@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from planner.cost import workload
-from planner.errors import DocumentError, MismatchError, PlannerError, UnknownNameError, UnsupportedError
+from planner.errors import DocumentError, MismatchError, PlannerError, UnknownNameError
 from planner.spec import Cluster, ModelProfile
 from planner.spec.recipes import recipe
 from tests.builders import cluster, four_equal_layers, job, layer, profile
@@ -113,10 +113,12 @@ def test_unknown_device() -> None:
 
 
 def test_heterogeneous_clusters() -> None:
-    """Several node groups are a valid wish that cannot be priced yet."""
+    """Several node groups: a workload for each, and all their devices together."""
     group = cluster().node_groups[0]
-    machines = Cluster(node_groups=(group, group.model_copy(update={"name": "others"})))
-    assert "2 node groups" in refused(UnsupportedError, cluster=machines)
+    machines = Cluster(node_groups=(group, group.model_copy(update={"name": "others", "nodes": 1})))
+    work = workload(four_equal_layers(), machines, job())
+    assert [len(one.cluster.node_groups) for one in work.groups] == [1, 1]
+    assert work.devices == machines.devices == len(work.devices_of_nodes) * group.devices_per_node
 
 
 def test_inline_device_needs_its_links() -> None:

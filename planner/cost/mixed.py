@@ -1,0 +1,308 @@
+"""Heterogeneous clusters: every rank is priced by the device and the links of the node group that it stands in.
+
+A cell is the tensor- and context-parallel ranks of one pipeline and one data rank. Data ranks whose cells stand in the
+same node groups, stage by stage, and that have as many micro-batches, act alike: they are a column.
+
+    (V1)  ranks fill the node groups in order; a cell stands in one of them                     -> columns_of()
+    (V2)  layers are priced by their cell's node group; the tensor, context and expert groups are those of the column's
+          cells on the stage, whichever crosses most nodes                                      -> _rank_costs()
+    (V3)  gradients are summed over the slowest links, field by field, of all node groups that hold the stage; no rank
+          goes on before the slowest of the stage has updated its parameters                    -> _communicator()
+    (V4)  a boundary between two node groups takes the slower of their network links, field by field  -> _boundary()
+    (V5)  step = max over columns and pipeline ranks of end(p) + tail(p)                        -> planner.cost.step
+    (V6)  memory of a pipeline rank is that of the column that has least room left              -> planner.cost.step
+    (V7)  share of data rank d: one micro-batch after the other goes to the rank whose share, times the ticks of all
+          layers on its devices, is least with it                                               -> fair_shares()
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from planner.cost.communication import Group
+from planner.cost.layers import Groups, LayerCost, LayoutCosts, priced
+from planner.cost.placement import CommunicatorName, communicators, crossing, strides
+from planner.cost.shared import shared_costs
+from planner.cost.workload import Workload
+from planner.errors import LayoutError, UnsupportedError
+from planner.spec.cluster import Link
+from planner.spec.layout import Layout
+from planner.spec.profile import RecomputeMode
+
+MIXED_SCHEDULES = ("gpipe", "1f1b")
+"""Those that a heterogeneous cluster is planned with; dropping a replica's last micro-batches leaves their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Data-parallel ranks that act alike."""
+
+    groups: tuple[int, ...]
+    """Node group of every pipeline rank."""
+    micro_batches: int
+    data_ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sites:
+    """Where every global rank stands."""
+
+    groups: tuple[int, ...]
+    domains: tuple[int, ...]
+    """Ranks of one number reach each other by the links inside a node."""
+
+    def around(self, ranks: Sequence[int]) -> Group:
+        """A communicator of these ranks."""
+        per_domain = Counter(self.domains[rank] for rank in ranks)
+        return Group(len(ranks), len(per_domain), max(per_domain.values()))
+
+
+def mixed_costs(work: Workload, layout: Layout) -> LayoutCosts:
+    """Price a layout on several node groups, or with shares that differ.
+
+    Raises:
+        LayoutError: the degrees do not multiply to the devices, or a cell lies on two node groups.
+        UnsupportedError: what the executor does not run where ranks differ.
+    """
+    layout.check_devices(work.devices)
+    columns = columns_of(work, layout)
+    check_mixed(work, layout, columns)
+    pricing = _Pricing(work, layout, columns)
+    made = tuple(pricing.column(column) for column in columns)
+    least = _least(made)
+    return replace(least, work=work, micro_batches=max(one.micro_batches for one in made), columns=made)
+
+
+def standings(work: Workload, layout: Layout) -> tuple[tuple[int, ...], ...] | None:
+    """By data rank: node group of every pipeline rank; None where a cell lies on two node groups: (V1)."""
+    sites, of = _sites(_sizes(work)), strides(layout)
+    last = layout.context_parallel_degree * layout.tensor_parallel_degree - 1
+    rows = []
+    for data in range(layout.data_parallel_degree):
+        first = [of.rank(pipeline, data, 0, 0) for pipeline in range(layout.pipeline_parallel_degree)]
+        if any(sites.groups[rank] != sites.groups[rank + last] for rank in first):
+            return None
+        rows.append(tuple(sites.groups[rank] for rank in first))
+    return tuple(rows)
+
+
+def columns_of(work: Workload, layout: Layout) -> tuple[Column, ...]:
+    """Data ranks that act alike, in order of the first of each.
+
+    Raises:
+        LayoutError: a cell lies on two node groups.
+    """
+    rows = standings(work, layout)
+    if rows is None:
+        size = layout.context_parallel_degree * layout.tensor_parallel_degree
+        raise LayoutError(
+            f"ranks of one tensor- and context-parallel group of {size} would stand in two node groups.",
+            field="layout.tensor_parallel_degree",
+            mend="choose a tensor_parallel_degree that divides the devices of every node group.",
+        )
+    alike: dict[tuple[tuple[int, ...], int], list[int]] = {}
+    for data, key in enumerate(zip(rows, layout.shares(work.job.global_batch_size), strict=True)):
+        alike.setdefault(key, []).append(data)
+    return tuple(Column(groups, share, tuple(members)) for (groups, share), members in alike.items())
+
+
+def check_mixed(work: Workload, layout: Layout, columns: Sequence[Column]) -> None:
+    """Refuse what the executor does not run where ranks differ.
+
+    Raises:
+        UnsupportedError: names the field.
+    """
+    plain: dict[str, object] = {"virtual_stages_per_rank": 1, "sequence_chunks": 1, "zero_shard_degree": None}
+    why = "on several node groups" if work.groups else "with micro_batch_shares"
+    if len(columns) > 1:
+        plain["expert_parallel_degree"] = 1
+    for field, value in plain.items():
+        if getattr(layout, field) != value:
+            raise UnsupportedError(f"{field} must be {value} {why}.", field=f"layout.{field}", mend=f"give {value}.")
+    if layout.schedule not in MIXED_SCHEDULES:
+        raise UnsupportedError(
+            f"the schedule {layout.schedule!r} is not priced {why}.",
+            field="layout.schedule",
+            mend=f"use {' or '.join(MIXED_SCHEDULES)}.",
+        )
+    if len(columns) > 1 and layout.zero_stage > 1:
+        raise UnsupportedError(
+            f"zero_stage must be 0 or 1 where replicas differ, since all of them would wait for the slowest in every "
+            f"micro-batch, got {layout.zero_stage}.",
+            field="layout.zero_stage",
+            mend="give 1.",
+        )
+
+
+def fair_shares(ticks: Sequence[int], micro_batches: int) -> tuple[int, ...]:
+    """Micro-batches of every data rank: equation (V7). The largest share x ticks is as small as it can be.
+
+    Args:
+        ticks: of one micro-batch on every data rank.
+        micro_batches: of all together.
+    """
+    shares = [0] * len(ticks)
+    waiting = [(each, data) for data, each in enumerate(ticks)]
+    heapq.heapify(waiting)
+    for _ in range(micro_batches):
+        _, data = waiting[0]
+        shares[data] += 1
+        heapq.heapreplace(waiting, ((shares[data] + 1) * ticks[data], data))
+    return tuple(shares)
+
+
+class _Pricing:
+    """Prices the ranks of one layout."""
+
+    def __init__(self, work: Workload, layout: Layout, columns: Sequence[Column]) -> None:
+        self.work, self.layout, self.columns = work, layout, columns
+        self.groups = work.groups or (work,)
+        self.sites = _sites(_sizes(work))
+        self.network = _slowest([group.inter_node or group.intra_node for group in self.groups])
+        self._known: dict[tuple[int, tuple[int, ...], Groups], LayoutCosts] = {}
+
+    def column(self, column: Column) -> LayoutCosts:
+        """A column: each of its pipeline ranks, and what is least of them."""
+        ranks = tuple(self._rank(column, pipeline) for pipeline in range(self.layout.pipeline_parallel_degree))
+        links = tuple(self._boundary(column, stage) for stage in range(len(ranks) - 1))
+        return replace(
+            _least(ranks), work=self.work, micro_batches=column.micro_batches, ranks=ranks, boundary_links=links
+        )
+
+    def _rank(self, column: Column, pipeline: int) -> LayoutCosts:
+        """Equations (V2) and (V3)."""
+        own = column.groups[pipeline]
+        holders = tuple(sorted({each.groups[pipeline] for each in self.columns}))
+        key = (own, holders, self._communicators(column, pipeline))
+        if key not in self._known:
+            self._known[key] = self._priced(*key)
+        return replace(self._known[key], micro_batches=column.micro_batches)
+
+    def _priced(self, own: int, holders: tuple[int, ...], groups: Groups) -> LayoutCosts:
+        work, layout = self.groups[own], self.layout
+        costs = priced(work, layout, groups, network=self.network)
+        if len(holders) == 1:
+            return costs
+        others = [priced(self.groups[other], layout, groups, network=self.network) for other in holders]
+        layers = _waiting_for(costs.layers, [other.layers for other in others])
+        return replace(costs, layers=layers, shared=shared_costs(work, layout, layers, self.network))
+
+    def _communicators(self, column: Column, pipeline: int) -> Groups:
+        """Of the column's ranks on a stage the widest of every kind; those that sum gradients, of the whole stage."""
+        of, layout = strides(self.layout), self.layout
+        cell = layout.context_parallel_degree * layout.tensor_parallel_degree
+        mine = {of.rank(pipeline, data, 0, 0) // cell for data in column.data_ranks}
+
+        def widest(name: CommunicatorName, *, of_column: bool) -> Group:
+            several = communicators(layout, name, pipeline)
+            chosen = (ranks for ranks in several if not of_column or ranks[0] // cell in mine)
+            return max(map(self._around, chosen), key=crossing)
+
+        return Groups(
+            tensor=widest("tensor", of_column=True),
+            context=widest("context", of_column=True),
+            expert=widest("expert", of_column=layout.expert_parallel_degree == 1),
+            data=widest("data", of_column=False),
+            expert_data=widest("expert_data", of_column=False),
+            shard=widest("data", of_column=False),
+            expert_shard=widest("expert_data", of_column=False),
+            copies=Group(1, 1, 1),
+        )
+
+    def _around(self, ranks: tuple[int, ...]) -> Group:
+        around = self.sites.around(ranks)
+        holders = sorted({self.sites.groups[rank] for rank in ranks})
+        if len(holders) == 1:
+            return around
+        inside = _slowest([self.groups[each].intra_node for each in holders])
+        between = [self.groups[each] for each in holders]
+        return replace(around, links=(inside, _slowest([each.inter_node or each.intra_node for each in between])))
+
+    def _boundary(self, column: Column, stage: int) -> Link:
+        """Equation (V4)."""
+        here, there = (self.groups[column.groups[each]] for each in (stage, stage + 1))
+        if here is not there:
+            return _slowest([each.inter_node or each.intra_node for each in (here, there)])
+        of, size = strides(self.layout), self.layout.context_parallel_degree * self.layout.tensor_parallel_degree
+        first = [of.rank(stage, data, 0, 0) for data in column.data_ranks]
+        ranks = [start + each for start in first for each in range(size)]
+        crosses = any(self.sites.domains[rank] != self.sites.domains[rank + of.pipeline] for rank in ranks)
+        return here.inter_node if crosses and here.inter_node else here.intra_node
+
+
+def _sizes(work: Workload) -> tuple[tuple[int, int], ...]:
+    """Devices, and devices of a domain, of every node group."""
+    return tuple((group.devices, group.domain_devices) for group in work.groups or (work,))
+
+
+@lru_cache(maxsize=256)
+def _sites(sizes: tuple[tuple[int, int], ...]) -> _Sites:
+    groups: list[int] = []
+    domains: list[int] = []
+    for place, (devices, domain) in enumerate(sizes):
+        first = domains[-1] + 1 if domains else 0
+        groups += [place] * devices
+        domains += [first + rank // domain for rank in range(devices)]
+    return _Sites(tuple(groups), tuple(domains))
+
+
+def _slowest(links: Sequence[Link]) -> Link:
+    """What is worst of every link; operations that were fitted apart are not known of such a mixture."""
+    if len(set(links)) == 1:
+        return links[0]
+    return Link(
+        latency_seconds=max(link.latency_seconds for link in links),
+        bandwidth_bytes_per_second=min(link.bandwidth_bytes_per_second for link in links),
+    )
+
+
+_Layers = tuple[dict[RecomputeMode, LayerCost], ...]
+
+
+def _waiting_for(layers: _Layers, others: Sequence[_Layers]) -> _Layers:
+    """The layers, updated no sooner than on the slowest device that holds them: equation (V3)."""
+
+    def slowest(mode: RecomputeMode, several: Sequence[dict[RecomputeMode, LayerCost]]) -> int:
+        return max(options[mode].optimizer_ticks for options in several)
+
+    known: dict[tuple[int, ...], dict[RecomputeMode, LayerCost]] = {}
+    result = []
+    for options, *same in zip(layers, *others, strict=True):
+        key = tuple(map(id, (options, *same)))
+        if key not in known:
+            known[key] = {mode: replace(cost, optimizer_ticks=slowest(mode, same)) for mode, cost in options.items()}
+        result.append(known[key])
+    return tuple(result)
+
+
+_SMALLEST = ("forward_ticks", "backward_ticks", "reduction_ticks", "optimizer_ticks", "activation_bytes")
+
+
+def _least(parts: Sequence[LayoutCosts]) -> LayoutCosts:
+    """What no rank of several beats: for bounds, not for prices."""
+    known: dict[tuple[int, ...], dict[RecomputeMode, LayerCost]] = {}
+    layers = []
+    for several in zip(*(part.layers for part in parts), strict=True):
+        key = tuple(map(id, several))
+        if key not in known:
+            known[key] = {mode: _least_cost([options[mode] for options in several]) for mode in several[0]}
+        layers.append(known[key])
+    dearest = [max(same, key=lambda one: one.tail_ticks) for same in zip(*(part.shared for part in parts), strict=True)]
+    return replace(
+        parts[0],
+        layers=tuple(layers),
+        shared=tuple(dearest),
+        reduction_latency_ticks=min(part.reduction_latency_ticks for part in parts),
+    )
+
+
+def _least_cost(costs: Sequence[LayerCost]) -> LayerCost:
+    if len(set(map(id, costs))) == 1:
+        return costs[0]
+    smallest = {name: min(getattr(cost, name) for cost in costs) for name in _SMALLEST}
+    weight = max(cost.backward_weight_ticks for cost in costs)
+    return replace(costs[0], **smallest, backward_weight_ticks=weight)
