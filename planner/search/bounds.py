@@ -12,6 +12,9 @@ forward ticks f, cheapest backward ticks b, and W = sum of f + b over all layers
     (B3)  T >= sum of F(k) over k < s + M w(s) + tail(s): a rank reduces and updates after its own work; the mean over
           all ranks is (M W + sum of all tails) / P                                                -> lower_bound()
 
+    (B5)  of the (k - 1) P + 1 longest layers some rank holds k: T >= sum of M w + tail over the k shortest of them, for
+          every k (the pigeonhole bound of P || Cmax: Dell'Amico, Martello 1995)             -> Totals.fullest()
+
     (B4)  T >= sum of f + b - w over all layers, w the weight gradient: one micro-batch goes down and up, and a schedule
           that splits the backward lets nobody wait for w                                        -> any_order_bound()
 
@@ -24,6 +27,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
+
+import numpy as np
 
 from planner.cost import LayerCost, LayoutCosts, reserved_bytes
 from planner.errors import UnsupportedError
@@ -58,6 +63,10 @@ class Totals:
     longest: int
     """f + b of the longest layer."""
     tails: int
+    spared_ticks: int
+    """Of the tails, by ranks that hold several users of a shared parameter."""
+    kinds: tuple[tuple[int, int, int], ...]
+    """(f + b, tail, number) of the distinct layers."""
     ogp_bytes: int
     activation_bytes: int
     """In the leanest mode."""
@@ -65,17 +74,21 @@ class Totals:
     @classmethod
     def of(cls, costs: LayoutCosts, modes: Sequence[Sequence[LayerCost]]) -> Self:
         """Identical layers share their choices, and are looked at once."""
-        kinds = {id(options): options for options in modes}
-        counted = [(kinds[key], count) for key, count in Counter(map(id, modes)).items()]
+        distinct = {id(options): options for options in modes}
+        counted = [(distinct[key], count) for key, count in Counter(map(id, modes)).items()]
         works = [work_of(options) for options, _ in counted]
+        tails = [options[0].reduction_ticks + options[0].optimizer_ticks for options, _ in counted]
+        kinds = tuple((work, tail, count) for (work, _), tail, (_, count) in zip(works, tails, counted, strict=True))
         spared = [(len(shared.layers) - 1, shared) for shared in costs.shared]
+        spared_ticks = sum(times * shared.tail_ticks for times, shared in spared)
         return cls(
             forward=sum(count * options[0].forward_ticks for options, count in counted),
             backward=sum(count * min(cost.backward_ticks for cost in options) for options, count in counted),
             passing=sum(count * passing for (_, passing), (_, count) in zip(works, counted, strict=True)),
             longest=max(work for work, _ in works),
-            tails=sum(count * (options[0].reduction_ticks + options[0].optimizer_ticks) for options, count in counted)
-            - sum(times * shared.tail_ticks for times, shared in spared),
+            tails=sum(tail * count for _, tail, count in kinds) - spared_ticks,
+            spared_ticks=spared_ticks,
+            kinds=kinds,
             ogp_bytes=sum(count * options[0].ogp_bytes for options, count in counted)
             - sum(times * shared.ogp_bytes for times, shared in spared),
             activation_bytes=sum(count * min(cost.activation_bytes for cost in options) for options, count in counted),
@@ -90,6 +103,16 @@ class Totals:
         """What every rank does on average: (B3)."""
         return -(-(costs.micro_batches * self.work + self.tails) // costs.layout.pipeline_parallel_degree)
 
+    def fullest(self, costs: LayoutCosts) -> int:
+        """What some rank does at least: (B5)."""
+        ranks = costs.layout.pipeline_parallel_degree
+        longest = sorted(((costs.micro_batches * work + tail, count) for work, tail, count in self.kinds), reverse=True)
+        ticks, counts = np.array(longest, dtype=np.int64).T
+        totals = np.concatenate([[0], np.cumsum(np.repeat(ticks, counts))])
+        held = np.arange(1, -(-(len(totals) - 1) // ranks) + 1)
+        stops = (held - 1) * ranks + 1
+        return int((totals[stops] - totals[stops - held]).max()) - self.spared_ticks
+
 
 def work_of(options: Iterable[LayerCost]) -> tuple[int, int]:
     """Fewest ticks of a layer for one micro-batch: of all its work, and of what the layers before it wait for."""
@@ -100,7 +123,7 @@ def work_of(options: Iterable[LayerCost]) -> tuple[int, int]:
 def any_order_bound(costs: LayoutCosts, modes: Sequence[Sequence[LayerCost]]) -> int:
     """Ticks that no stage map beats under any schedule, with any number of stages per rank: (B1), (B3)'s mean, (B4)."""
     totals = Totals.of(costs, modes)
-    bound = max(costs.micro_batches * totals.longest, totals.mean(costs), totals.passing)
+    bound = max(costs.micro_batches * totals.longest, totals.mean(costs), totals.fullest(costs), totals.passing)
     return bound + costs.reduction_latency_ticks
 
 
@@ -108,7 +131,9 @@ def lower_bound(costs: LayoutCosts, modes: Sequence[Sequence[LayerCost]], warm_u
     """Ticks that no stage map of this layout can beat; `modes` are the allowed choices of every layer."""
     count, totals = costs.micro_batches, Totals.of(costs, modes)
     turned = totals.work + _worked_on(count, totals.forward, totals.backward, warm_up)
-    return max(count * totals.longest, totals.mean(costs), turned) + costs.reduction_latency_ticks
+    return (
+        max(count * totals.longest, totals.mean(costs), totals.fullest(costs), turned) + costs.reduction_latency_ticks
+    )
 
 
 def _worked_on(count: int, forward: int, backward: int, warm_up: Sequence[int]) -> int:

@@ -168,7 +168,7 @@ def ranks_of(costs: LayoutCosts) -> tuple[int, ...]:
     return find(name).stage_ranks(Shape(ranks, micro_batches, virtual_stages))
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=4096)
 def deal(work: tuple[int, ...], stage_ranks: tuple[int, ...]) -> tuple[int, ...]:
     """Layers of every stage by (E1) and (E2).
 
@@ -176,13 +176,13 @@ def deal(work: tuple[int, ...], stage_ranks: tuple[int, ...]) -> tuple[int, ...]
         work: of every layer.
         stage_ranks: pipeline rank of every stage.
     """
-    even = _even(work, len(stage_ranks))
+    even = _evens(work).sizes(len(stage_ranks))
     return tuple(balanced(np.array(work, dtype=np.int64), even, np.array(stage_ranks)).tolist())
 
 
-@lru_cache(maxsize=1024)
-def _even(work: tuple[int, ...], stages: int) -> _Sizes:
-    return even_sizes(np.array(work, dtype=np.int64), stages)
+@lru_cache(maxsize=256)
+def _evens(work: tuple[int, ...]) -> _Evens:
+    return _Evens(np.array(work, dtype=np.int64))
 
 
 def even_sizes(work: _Sizes, stages: int) -> _Sizes:
@@ -192,29 +192,44 @@ def even_sizes(work: _Sizes, stages: int) -> _Sizes:
         work: of every layer.
         stages: at most as many as layers.
     """
-    total = np.concatenate([[0.0], np.cumsum(work / max(1, work.sum()))])
-    width = len(work) - stages + 1
-    least = np.full(len(total), np.inf)
-    least[0] = 0.0
-    came = []
-    for stage in range(stages):
-        first, last = stage + np.arange(width), stage + 1 + np.arange(width)
-        cost = least[first][:, None] + np.square(total[last][None, :] - total[first][:, None])
-        cost[first[:, None] >= last[None, :]] = np.inf
-        came.append(first[cost.argmin(axis=0)])
-        least = np.full(len(total), np.inf)
-        least[last] = cost.min(axis=0)
-    stops, stop = [], len(work)
-    for stage in reversed(range(stages)):
-        stops.append(stop)
-        stop = int(came[stage][stop - stage - 1])
-    return np.diff(np.array([0, *reversed(stops)]))
+    return _Evens(work).sizes(stages)
+
+
+class _Evens:
+    """The most even contiguous partitions of some layers, for any number of stages: (E1) by dynamic programming over
+    the stages, of which fewer stages are a part."""
+
+    def __init__(self, work: _Sizes) -> None:
+        total = np.concatenate([[0.0], np.cumsum(work / max(1, work.sum()))])
+        self._squares = np.square(total[None, 1:] - total[:-1, None])  # [first layer, last layer]
+        self._squares[np.tril_indices(len(work), -1)] = np.inf
+        self._least = self._squares[0]  # of so many stages, by the last layer
+        self._came = [np.zeros(len(work), dtype=np.intp)]  # first layer of the last stage
+
+    def sizes(self, stages: int) -> _Sizes:
+        """Layers of every stage."""
+        while len(self._came) < stages:
+            self._add_stage()
+        starts, stop = [], len(self._squares)
+        for came in reversed(self._came[:stages]):
+            starts.append(int(came[stop - 1]))
+            stop = starts[-1]
+        return np.diff(np.array([*reversed(starts), len(self._squares)]))
+
+    def _add_stage(self) -> None:
+        """The stages before hold a layer each at least."""
+        before = len(self._came)
+        cost = self._least[before - 1 : -1, None] + self._squares[before:, before:]
+        came = np.concatenate([np.zeros(before, dtype=np.intp), before + cost.argmin(axis=0)])
+        self._came.append(came)
+        self._least = np.concatenate([np.full(before, np.inf), cost.min(axis=0)])
 
 
 def balanced(work: _Sizes, sizes: _Sizes, stage_ranks: NDArray[np.intp]) -> _Sizes:
     """Sizes whose busiest rank is less busy, moving one layer at a time: equation (E2)."""
     total = np.concatenate([[0], np.cumsum(work)])
-    holds = (stage_ranks[:, None] == np.arange(stage_ranks.max() + 1)[None, :]).astype(np.int64)
+    # Floats multiply faster, and hold whole ticks exactly as long as they are below 2^53.
+    holds = (stage_ranks[:, None] == np.arange(stage_ranks.max() + 1)[None, :]).astype(np.float64)
     loads = _loads(total, sizes[None, :], holds)
     best = _scores(loads)[0]
     for _ in range(len(work)):
@@ -234,17 +249,19 @@ def balanced(work: _Sizes, sizes: _Sizes, stage_ranks: NDArray[np.intp]) -> _Siz
 def _moves(givers: NDArray[np.intp], stages: int) -> _Sizes:
     """Every way to take one layer from one of these stages and give it to another stage."""
     one = np.eye(stages, dtype=np.int64)
-    every = (one[None, :, :] - one[givers][:, None, :]).reshape(-1, stages)
-    return every[np.any(every != 0, axis=1)]
+    takers = np.delete(np.tile(np.arange(stages), len(givers)), givers + stages * np.arange(len(givers)))
+    moves: _Sizes = one[takers] - np.repeat(one[givers], stages - 1, axis=0)
+    return moves
 
 
-def _loads(total: _Sizes, sizes: _Sizes, holds: _Sizes) -> _Sizes:
+def _loads(total: _Sizes, sizes: _Sizes, holds: NDArray[np.float64]) -> NDArray[np.float64]:
     """Work of every rank, for every row of sizes."""
-    stops = np.concatenate([np.zeros((len(sizes), 1), dtype=np.int64), np.cumsum(sizes, axis=1)], axis=1)
-    loads: _Sizes = np.diff(total[stops], axis=1) @ holds
+    stops = np.zeros((sizes.shape[0], sizes.shape[1] + 1), dtype=np.int64)
+    np.cumsum(sizes, axis=1, out=stops[:, 1:])
+    loads: NDArray[np.float64] = np.diff(total[stops], axis=1) @ holds
     return loads
 
 
-def _scores(loads: _Sizes) -> list[tuple[int, float]]:
+def _scores(loads: NDArray[np.float64]) -> list[tuple[float, float]]:
     """(busiest rank, sum of squares) of every row."""
-    return list(zip(loads.max(axis=1).tolist(), np.square(loads.astype(float)).sum(axis=1).tolist(), strict=True))
+    return list(zip(loads.max(axis=1).tolist(), np.square(loads).sum(axis=1).tolist(), strict=True))

@@ -11,10 +11,12 @@ with the longest path as subproblem (Hooker, Ottosson 2003, logic-based Benders)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+
+import numpy as np
 
 from planner.cost import (
     LayoutCosts,
@@ -27,16 +29,19 @@ from planner.cost import (
     tail_ticks,
 )
 from planner.schedule import Schedule, critical_path, in_flight_per_stage
-from planner.search.bounds import BOUNDED, room_bytes, warm_ups
+from planner.search.bounds import BOUNDED, lower_bound, room_bytes, warm_ups
 from planner.search.paths import Cut, Path, Ways, most_even, segment_bounds
 from planner.search.recompute import cheapest_modes
 from planner.search.segments import LayerModes, Segments, Table
 from planner.search.stages import Effort, choose_segments
+from planner.search.windows import Kinds, Windows, windows_of
 from planner.spec.profile import RecomputeMode
 
 NO_LIMIT = 2**53
 _UNBOUNDED_BYTES = 2**55
 
+_TRIALS = (1.03, 1.12, 1.4)
+"""Limits, in lower bounds of a layout, that are tried before the real one: a low limit leaves few segments to price."""
 _ROUND_WORK = 0.05
 """Deterministic time of one round of `improve`, in CP-SAT's unit of about a second."""
 
@@ -83,12 +88,14 @@ class LayoutSearch:
     ) -> None:
         room = room_bytes(costs) if must_fit else _UNBOUNDED_BYTES
         self.costs = costs
-        self.segments = Segments(costs, modes, in_flight(costs), room)
-        self.open = self.segments.fits.copy()
+        units = in_flight(costs)
+        windows = windows_of(costs, Kinds.of(modes), units, room, limit_ticks)
         self.limit = limit_ticks
         self.bound = 0
         self.best: tuple[StageMap, Step] | None = None
-        self.is_empty = False
+        self.is_empty = windows.is_empty
+        self.segments = Segments(costs, modes, units, room, windows)
+        self.open = np.zeros(0, bool) if self.is_empty else self.segments.fits.copy()
         self._cuts: list[Cut] = []
 
     @cached_property
@@ -127,6 +134,12 @@ class LayoutSearch:
                 return
             self.bound = max(self.bound, ways.least)
             self.open &= ways.through() < self.limit
+
+    def judge_sizes(self, sizes: Sequence[int]) -> None:
+        """Judge stages of so many layers, unless they have been struck out."""
+        path = None if self.is_empty else self.segments.path(sizes)
+        if path is not None and all(self.open[s, x, y] for s, (x, y) in enumerate(path)):
+            self.judge(path)
 
     def judge(self, path: Path) -> None:
         """Choose what recomputes, simulate, keep the stage map if it is the best, and learn its critical path."""
@@ -205,6 +218,33 @@ class LayoutSearch:
         return found[1]
 
 
+def limits_of(limit_ticks: int, bound_ticks: int) -> tuple[int, ...]:
+    """Limits to search a layout below, one after the other; what one excludes has it as its next bound."""
+    tried = (int(factor * bound_ticks) + 1 for factor in _TRIALS)
+    return (*(trial for trial in tried if trial < limit_ticks), limit_ticks)
+
+
+def first_plan(
+    costs: LayoutCosts, modes: tuple[LayerModes, ...], bound_ticks: int, *, limit_ticks: int = NO_LIMIT, rounds: int = 0
+) -> tuple[StageMap, Step] | None:
+    """A stage map that fits and beats the limit, found with little work; None when none was found.
+
+    Args:
+        costs: of the layout.
+        modes: allowed recompute choices of every layer.
+        bound_ticks: no stage map is faster.
+        limit_ticks: only stage maps faster than this matter.
+        rounds: solutions of the master problem.
+    """
+    for limit in limits_of(limit_ticks, bound_ticks):
+        search = LayoutSearch(costs, modes, limit_ticks=limit)
+        search.start()
+        search.improve(rounds)
+        if search.best:
+            return search.best
+    return None
+
+
 def in_flight(costs: LayoutCosts) -> tuple[int, ...]:
     """Most micro-batches that every rank holds at once; told without building the schedule where that is possible."""
     if costs.layout.schedule in BOUNDED:
@@ -221,14 +261,20 @@ def solve_layout(
     must_fit: bool = True,
 ) -> Inside:
     """Best stage map of a layout that fits the memory (unless told otherwise) and beats the limit."""
-    search = LayoutSearch(costs, modes, limit_ticks=limit_ticks, must_fit=must_fit)
-    search.start()
-    return search.finish(seconds_left)
+    bound = lower_bound(costs, modes, warm_ups(costs)) if costs.layout.schedule in BOUNDED else limit_ticks
+    for limit in limits_of(limit_ticks, bound):
+        search = LayoutSearch(costs, modes, limit_ticks=limit, must_fit=must_fit)
+        search.start()
+        inside = search.finish(seconds_left)
+        if inside.outcome is not Outcome.NOT_BETTER:
+            break
+    return inside
 
 
 def least_memory(costs: LayoutCosts, modes: tuple[LayerModes, ...]) -> tuple[int, int]:
     """(pipeline rank, bytes) of the fullest rank under the stage map of least memory, reserved bytes included."""
-    segments = Segments(costs, modes, in_flight(costs), _UNBOUNDED_BYTES)
+    units = in_flight(costs)
+    segments = Segments(costs, modes, units, _UNBOUNDED_BYTES, Windows.everywhere(len(modes), len(units)))
     found = most_even(segments.least_bytes, segments.is_segment)
     assert found is not None, "a layout has no more stages than layers"
     needed, path = found

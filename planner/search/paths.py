@@ -81,7 +81,7 @@ class Ways:
         costs = np.where(open_, costs, NEVER)
         stages, width, _ = costs.shape
         before, behind = np.full((stages + 1, width), NEVER), np.full((stages + 1, width), NEVER)
-        before[0, 0] = behind[stages, width - 1] = 0
+        before[0, 0] = behind[stages, 0] = 0
         for s in range(stages):
             before[s + 1] = np.minimum((before[s][:, None] + costs[s]).min(axis=0), NEVER)
         for s in reversed(range(stages)):
@@ -91,7 +91,7 @@ class Ways:
     @property
     def least(self) -> int:
         """Length of the shortest path; `NEVER` when there is none."""
-        return int(min(NEVER, (self.before[-1] + self.costs[-1, :, -1]).min()))
+        return int(min(NEVER, (self.before[-1] + self.costs[-1, :, 0]).min()))
 
     def through(self) -> Table:
         """Length of the shortest path through every segment."""
@@ -128,11 +128,11 @@ def most_even(sizes: Table, open_: Mask) -> tuple[int, Path] | None:
         step = np.maximum(reached[:, None], values[s])
         came.append(step.argmin(axis=0))
         reached = step.min(axis=0)
-    if reached[-1] >= NEVER:
+    if reached[0] >= NEVER:
         return None
-    path, y = [], width - 1
+    path, y = [], 0
     for s in reversed(range(stages)):
         x = int(came[s][y])
         path.append((x, y))
         y = x
-    return int(reached[-1]), tuple(reversed(path))
+    return int(reached[0]), tuple(reversed(path))

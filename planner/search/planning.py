@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from itertools import accumulate
 
 from planner import __version__
 from planner.cost import (
@@ -310,14 +309,10 @@ def _check_stages(layout: PredictionLayout, costs: LayoutCosts) -> None:
 
 def _given(costs: LayoutCosts, counts: Sequence[int]) -> StageMap:
     """A given partition with the fastest recompute choice that fits; the fastest at all when none does."""
-    stops = tuple(accumulate(counts))
-    starts = (0, *stops[:-1])
-    path = tuple((start - s, stop - 1 - s) for s, (start, stop) in enumerate(zip(starts, stops, strict=True)))
     modes = allowed_modes(costs, (costs.layout.recompute,))
     for must_fit in (True, False):
         search = LayoutSearch(costs, modes, must_fit=must_fit)
-        if all(search.open[s, x, y] for s, (x, y) in enumerate(path)):
-            search.judge(path)
+        search.judge_sizes(counts)
         if search.best is not None:
             return search.best[0]
     raise AssertionError("without a memory limit every partition has a price")

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from planner.cost import schedule_of
-from planner.search.inside import LayoutSearch
+from planner.search.inside import first_plan
 from planner.search.result import Callbacks, Candidate
 from planner.search.solve import Alike, Dealt, Group, Open, Searched, State, dealt_candidate, take_up
 from planner.search.space import Family
@@ -96,10 +96,8 @@ def _candidate(one: Open) -> Candidate | None:
         case Dealt() as dealt:
             return dealt_candidate(dealt)
         case Searched(costs=costs, modes=modes):
-            search = LayoutSearch(costs, modes)
-            search.start()
-            search.improve(_ROUNDS)
-            return Candidate(costs, schedule_of(costs), *search.best) if search.best else None
+            found = first_plan(costs, modes, one.bound_ticks, rounds=_ROUNDS)
+            return Candidate(costs, schedule_of(costs), *found) if found else None
     return None
 
 

@@ -1,8 +1,8 @@
 """Every stage that a layout could have: contiguous layers [i, j) on pipeline rank s, with its ticks and its bytes.
 
-With L layers, P ranks and D = L - P + 1, rank s can start at layer s + x and end before layer s + 1 + y, where
-0 <= x <= y < D: tables are indexed [s, x, y]. What a segment costs does not depend on the other stages, so a stage map
-is a path x(0) = 0, y(s) = x(s + 1), y(P - 1) = D - 1 through the tables (`planner.search.paths`).
+Rank s can start before layer least(s) + x and end before layer least(s + 1) + y, where the windows of
+`planner.search.windows` hold x and y: tables are indexed [s, x, y]. What a segment costs does not depend on the other
+stages, so a stage map is a path x(0) = 0, y(s) = x(s + 1), y(P - 1) = 0 through the tables (`planner.search.paths`).
 
     (G1)  forward, tail, transfer, bytes: sums over the segment's layers, equations (T1)-(T5), (S3), (M1)-(M3)
     (G2)  backward(s, i, j) = least sum of b(l, r(l)) over recompute modes r that fit the memory: more recomputation
@@ -19,11 +19,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost import RECEIVE_BUFFERS, LayerCost, LayoutCosts
+from planner.search.windows import Kinds, Windows
 from planner.spec.profile import RecomputeMode
 
 Table = NDArray[np.int64]
@@ -63,49 +65,81 @@ class Segments:
     in_flight: tuple[int, ...]
     room_bytes: int
     """What OGP, activations and temporaries of a device may take together."""
+    windows: Windows
+    """Where ranks can start."""
 
     @property
     def stages(self) -> int:
         """P."""
         return self.costs.layout.pipeline_parallel_degree
 
-    @property
-    def width(self) -> int:
-        """D."""
-        return len(self.modes) - self.stages + 1
+    @cached_property
+    def kinds(self) -> Kinds:
+        """Distinct layers."""
+        return Kinds.of(self.modes)
+
+    @cached_property
+    def _places(self) -> Table:
+        """Layer behind every boundary, [s, x]; those outside the boundary's window stand behind the last layer."""
+        least, most = np.array(self.windows.least)[:, None], np.array(self.windows.most)[:, None]
+        places = least + np.arange(self.windows.width)[None, :]
+        inside: Table = np.where(places <= most, places, len(self.modes))
+        return inside
 
     @cached_property
     def starts(self) -> Table:
         """First layer i of every segment, [s, x, 1]."""
-        return (np.arange(self.stages)[:, None] + np.arange(self.width)[None, :])[:, :, None]
+        return self._places[:-1, :, None]
 
     @cached_property
     def stops(self) -> Table:
         """Layer j behind every segment, [s, 1, y]."""
-        return self.starts.reshape(self.stages, 1, self.width) + 1
+        return self._places[1:, None, :]
 
     @cached_property
     def is_segment(self) -> Mask:
-        """Segments that exist: at least one layer, rank 0 from the first layer, the last rank to the last."""
-        exists = self.stops > self.starts
-        exists[0, 1:, :] = False
-        exists[-1, :, :-1] = False
-        return exists
+        """Segments that exist: at least one layer, within the windows."""
+        inside = np.arange(self.windows.width)[None, :] <= self._spans[:, None]
+        return (self.stops > self.starts) & inside[:-1, :, None] & inside[1:, None, :]
+
+    @property
+    def _spans(self) -> Table:
+        """Largest x of every boundary."""
+        spans: Table = np.array(self.windows.most) - np.array(self.windows.least)
+        return spans
+
+    def path(self, sizes: Sequence[int]) -> tuple[tuple[int, int], ...] | None:
+        """(x, y) of stages of so many layers; None when they leave the windows."""
+        behind = np.concatenate([[0], np.cumsum(sizes)]) - np.array(self.windows.least)
+        return tuple(pairwise(behind.tolist())) if ((behind >= 0) & (behind <= self._spans)).all() else None
 
     def _sums(self, value: Callable[[LayerModes], int]) -> Table:
         """Sum of a layer's value over every segment."""
-        prefix = np.concatenate([[0], np.cumsum([value(options) for options in self.modes], dtype=np.int64)])
-        return _differences(prefix, self.starts, self.stops)
+        return _differences(self._totals(value), self.starts, self.stops)
+
+    def _totals(self, value: Callable[[LayerModes], int]) -> Table:
+        """Sum of a layer's value over all before each."""
+        return self.kinds.sums([value(options) for options in self.kinds.options])
 
     def _largest(self, value: Callable[[LayerModes], int]) -> Table:
-        """Largest of a layer's value over every segment."""
-        count = len(self.modes)
-        values = np.array([value(options) for options in self.modes], dtype=np.int64)
-        ranges = np.zeros((count + 1, count + 1), dtype=np.int64)
-        for first in range(count):
-            ranges[first, first + 1 :] = np.maximum.accumulate(values[first:])
-        table: Table = ranges[self.starts, self.stops]
-        return table
+        """Largest of a layer's value over every segment: of two runs of 2^k layers that together cover it."""
+        values = np.array([value(options) for options in self.kinds.options], dtype=np.int64)
+        if len(values) == 1 or (values == values[0]).all():
+            return np.full(self.is_segment.shape, values[0])
+        runs = [values[self.kinds.places]]
+        while 2 ** len(runs) <= len(self.modes):
+            half, longest = 2 ** (len(runs) - 1), runs[-1]
+            runs.append(np.concatenate([np.maximum(longest[:-half], longest[half:]), longest[-half:]]))
+        table, powers = np.stack(runs), self._powers
+        first, second = np.minimum(self.starts, len(self.modes) - 1), self.stops - 2**powers
+        largest: Table = np.maximum(table[powers, first], table[powers, np.maximum(0, second)])
+        return largest
+
+    @cached_property
+    def _powers(self) -> Table:
+        """Largest k with 2^k layers in every segment."""
+        powers: Table = np.frexp(np.maximum(1, self.stops - self.starts))[1].astype(np.int64) - 1
+        return powers
 
     @cached_property
     def forward(self) -> Table:
@@ -115,7 +149,7 @@ class Segments:
     @cached_property
     def transfer(self) -> Table:
         """Ticks of the boundary behind every segment, [s, 1, y]; zero behind the last rank."""
-        table = np.zeros((self.stages, 1, self.width), dtype=np.int64)
+        table = np.zeros((self.stages, 1, self.windows.width), dtype=np.int64)
         for s in range(self.stages - 1):
             table[s, 0] = np.array(self.costs.transfers_behind(s), dtype=np.int64)[self.stops[s, 0] - 1]
         return table
@@ -167,11 +201,11 @@ class Segments:
         for threshold in self._thresholds():
             allowed = [
                 [cost for cost in options if len(options) == 1 or cost.temporary_bytes <= threshold]
-                for options in self.modes
+                for options in self.kinds.options
             ]
             least = [min((cost.activation_bytes for cost in fit), default=-1) for fit in allowed]
-            prefix = np.concatenate([[0], np.cumsum([max(0, value) for value in least], dtype=np.int64)])
-            missing = np.concatenate([[0], np.cumsum([value < 0 for value in least], dtype=np.int64)])
+            prefix = self.kinds.sums([max(0, value) for value in least])
+            missing = self.kinds.sums([value < 0 for value in least])
             held = self._units * (prefix[self.stops] - prefix[self.starts])
             total = self.fixed_bytes + held + np.maximum(others, threshold)
             possible = missing[self.stops] == missing[self.starts]
@@ -196,7 +230,7 @@ class Segments:
     @cached_property
     def choosers(self) -> tuple[LayerModes, ...]:
         """Distinct layers with a recompute choice."""
-        return tuple(dict.fromkeys(options for options in self.modes if len(options) > 1))
+        return tuple(dict.fromkeys(options for options in self.kinds.options if len(options) > 1))
 
     @cached_property
     def backward(self) -> Table:
@@ -265,7 +299,7 @@ class Segments:
 
     def layers(self, stage: int, x: int, y: int) -> range:
         """Layer indices of a segment."""
-        return range(stage + x, stage + 1 + y)
+        return range(self.windows.least[stage] + x, self.windows.least[stage + 1] + y)
 
     def uniform_modes(self, stage: int, x: int, y: int) -> tuple[tuple[int, RecomputeMode], ...] | None:
         """The modes behind `backward` where it is exact, most recomputation first; None otherwise."""

@@ -36,7 +36,7 @@ from planner.cost import (
 )
 from planner.search.bounds import any_order_bound, lower_bound, may_fit, warm_ups, work_of
 from planner.search.dealt import Uniform, deal, layout_schedule, layout_traits, ranks_of
-from planner.search.inside import NO_LIMIT, Inside, LayoutSearch, Outcome
+from planner.search.inside import NO_LIMIT, Inside, LayoutSearch, Outcome, first_plan, limits_of
 from planner.search.result import Callbacks, Candidate, Progress
 from planner.search.segments import LayerModes, allowed_modes, uniform_modes
 from planner.search.space import Family, Order, Space, recompute_wish
@@ -87,6 +87,8 @@ class Searched:
     modes: tuple[LayerModes, ...]
     is_tight: bool = False
     """Bounded over its segments too."""
+    trials: int = 0
+    """Limits that have excluded all of its stage maps since it got its bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,11 +251,10 @@ def _dive(state: State) -> None:
         if not may_fit(costs, modes, warm_ups(costs)):
             continue
         tries -= 1
-        search = LayoutSearch(costs, modes, limit_ticks=state.limit_ticks)
-        search.start()
-        search.improve(0)
-        if search.best is not None:
-            state.take(Candidate(costs, search.schedule, *search.best))
+        bound = lower_bound(costs, modes, warm_ups(costs))
+        found = first_plan(costs, modes, bound, limit_ticks=state.limit_ticks)
+        if found is not None:
+            state.take(Candidate(costs, schedule_of(costs), *found))
             state.tell()
             return
 
@@ -350,26 +351,26 @@ def _alike(one: Open, alike: Alike) -> Iterator[Open]:
 
 
 def _searched(state: State, one: Open, layout: Searched) -> Iterator[Open]:
-    search = LayoutSearch(layout.costs, layout.modes, limit_ticks=state.limit_ticks)
+    limit = limits_of(state.limit_ticks, one.bound_ticks)[: layout.trials + 1][-1]
+    search = LayoutSearch(layout.costs, layout.modes, limit_ticks=limit)
     search.start()
-    if search.is_empty:
-        state.close(one)
-        return
-    bound, tight = max(one.bound_ticks, search.bound), replace(layout, is_tight=True)
-    if not layout.is_tight:
-        yield Open(bound, one.order, tight)
+    if not (search.is_empty or layout.is_tight):
+        yield Open(max(one.bound_ticks, search.bound), one.order, replace(layout, is_tight=True, trials=0))
         return
     inside = search.finish(state.seconds_left)
+    if inside.outcome is Outcome.NOT_BETTER and limit < state.limit_ticks:
+        yield Open(limit, one.order, replace(layout, trials=layout.trials + 1))
+        return
     if inside.stage_map and inside.step:
         state.take(Candidate(layout.costs, schedule_of(layout.costs), inside.stage_map, inside.step))
-    yield from _after(state, one, tight, inside)
+    yield from _after(state, one, layout, inside)
 
 
 def _after(state: State, one: Open, layout: Searched, inside: Inside) -> Iterator[Open]:
     if inside.outcome is Outcome.STOPPED:
         yield Open(max(one.bound_ticks, inside.bound_ticks), one.order, layout)
         return
-    state.solved += 1
+    state.solved += layout.is_tight
     if inside.outcome is Outcome.NOT_BETTER:
         state.close(one)
     else:
