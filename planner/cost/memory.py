@@ -71,7 +71,7 @@ def stage_memory(
 
 
 def _rank_memory(costs: LayoutCosts, stages: Sequence[StageLayers], rank: int, units: Mapping[int, int]) -> RankMemory:
-    mine = tuple(units)
+    costs, mine = costs.on_rank(rank), tuple(units)
     layers = [cost for index in mine for _, cost in stages[index]]
     parameters = sum(cost.parameters_bytes for cost in layers)
     gradients = sum(cost.gradients_bytes for cost in layers)

@@ -10,6 +10,9 @@
     (S5)  a framework that overlaps them hides gradient reduction behind `overlap_fraction` of the last micro-batch's
           backward, and ZeRO's gathers of updated parameters behind the first forward         -> tail_ticks()
     (S4)  step = max over p of end(p) + tail(p)                                                 -> evaluate()
+    (S6)  where ranks differ: of all columns of alike data ranks the one that ends last; each plays the schedule of its
+          own number of micro-batches. Memory of a pipeline rank: of the column with least room left
+                                                                                -> last_column(), rank_memory()
 
 The breakdown tells the parts of the rank that ends last; the bubble is what that rank idles with transfers for free,
 and `pipeline_seconds` what the transfers add.
@@ -17,8 +20,9 @@ and `pipeline_seconds` what the transfers add.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import add
 
 from planner.cost.chunks import per_chunk
 from planner.cost.layers import LayerCost, LayoutCosts
@@ -28,7 +32,7 @@ from planner.cost.ticks import TICK_SECONDS, ticks
 from planner.cost.workload import workload
 from planner.errors import DocumentError
 from planner.schedule import Durations, Schedule, Simulation, build, simulate
-from planner.spec.plan import Breakdown, Plan, Prediction
+from planner.spec.plan import Breakdown, Plan, Prediction, RankMemory
 from planner.spec.profile import ModelProfile, RecomputeMode
 
 StageMap = Sequence[Sequence[tuple[int, RecomputeMode]]]
@@ -59,8 +63,11 @@ def schedule_of(costs: LayoutCosts) -> Schedule:
 
 
 def choose(costs: LayoutCosts, stage_map: StageMap) -> tuple[StageLayers, ...]:
-    """The cost of every layer in its chosen mode."""
-    return tuple(tuple((layer, costs.layers[layer][mode]) for layer, mode in stage) for stage in stage_map)
+    """The cost of every layer in its chosen mode; in a column, on the rank of its stage."""
+    return tuple(
+        tuple((layer, costs.on_rank(index).layers[layer][mode]) for layer, mode in stage)
+        for index, stage in enumerate(stage_map)
+    )
 
 
 def durations(costs: LayoutCosts, stages: Sequence[StageLayers], *, transfers: bool = True) -> Durations:
@@ -70,24 +77,30 @@ def durations(costs: LayoutCosts, stages: Sequence[StageLayers], *, transfers: b
     weight = [sum(cost.backward_weight_ticks for _, cost in stage) for stage in stages]
     recompute = [sum(cost.recompute_ticks for _, cost in stage) for stage in stages]
     backward = [sum(cost.backward_ticks for _, cost in stage) for stage in stages]
-    waiting = ticks(costs.work.constants.transfer_seconds / 2) if boundaries and transfers else 0
     forward = [sum(cost.forward_ticks for _, cost in stage) for stage in stages]
     backward_input = [b - w - r for b, w, r in zip(backward, weight, recompute, strict=True)]
     chunks, nothing = costs.layout.sequence_chunks, [0] * len(stages)
+    is_joint = bool(boundaries and transfers)
+    waiting = [_waiting(costs.on_rank(s)) if is_joint else 0 for s in range(len(stages)) for _ in range(chunks)]
     of_forward = [sum(cost.attention.forward_ticks for _, cost in stage) for stage in stages]
     of_backward = [sum(cost.attention.backward_ticks for _, cost in stage) for stage in stages]
     if chunks > 1:  # what recomputes before a chunk's backward lasts as its backward does
         backward_input = [b - w for b, w in zip(backward, weight, strict=True)]
         recompute = nothing
     return Durations(
-        forward=tuple(waiting + each for each in per_chunk(forward, of_forward, chunks)),
-        backward_input=tuple(waiting + each for each in per_chunk(backward_input, of_backward, chunks)),
+        forward=tuple(map(add, waiting, per_chunk(forward, of_forward, chunks))),
+        backward_input=tuple(map(add, waiting, per_chunk(backward_input, of_backward, chunks))),
         backward_weight=per_chunk(weight, nothing, chunks),
         recompute=per_chunk(recompute, nothing, chunks),
         transfer_forward=tuple(moves),
         transfer_backward=tuple(moves),
         sequence_chunks=chunks,
     )
+
+
+def _waiting(costs: LayoutCosts) -> int:
+    """Ticks that an action waits for its neighbours: equation (S1)."""
+    return ticks(costs.work.constants.transfer_seconds / 2)
 
 
 def by_rank(schedule: Schedule, stages: Sequence[StageLayers]) -> tuple[StageLayers, ...]:
@@ -104,6 +117,7 @@ def tail_ticks(costs: LayoutCosts, ranks: Sequence[StageLayers]) -> tuple[tuple[
 
 def _tail(costs: LayoutCosts, ranks: Sequence[StageLayers], index: int) -> tuple[int, int]:
     layers = [cost for _, cost in ranks[index]]
+    costs = costs.on_rank(index)
     reduction = costs.reduction_latency_ticks + sum(cost.reduction_ticks for cost in layers) - _hidden(costs, layers)
     optimizer = sum(cost.optimizer_ticks for cost in layers) + ticks(costs.work.constants.step_seconds)
     held = {layer for layer, _ in ranks[index]}
@@ -127,12 +141,54 @@ def _hidden(costs: LayoutCosts, layers: Sequence[LayerCost]) -> int:
 
 
 def evaluate(costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]) -> Step:
-    """Ticks of one step: equations (S2) and (S4)."""
+    """Ticks of one step: equations (S2), (S4) and (S6)."""
+    return last_column(costs, schedule, stages).step
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A stage map on ranks that are alike, or on one of several columns: equation (S6)."""
+
+    costs: LayoutCosts
+    schedule: Schedule
+    stages: Sequence[StageLayers]
+    step: Step
+
+
+def last_column(costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]) -> Played:
+    """The column that ends last, the first of equals: equation (S6)."""
+    if costs.columns:
+        return max((_play(*each) for each in per_column(costs, schedule, stages)), key=lambda one: one.step.total_ticks)
+    return _play(costs, schedule, stages)
+
+
+def per_column(
+    costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]
+) -> Iterator[tuple[LayoutCosts, Schedule, Sequence[StageLayers]]]:
+    """Every column with the order of its own number of micro-batches, and its prices of the same stage map."""
+    if not costs.columns:
+        yield costs, schedule, stages
+    stage_map = [[(layer, cost.mode) for layer, cost in stage] for stage in stages]
+    for column in costs.columns:
+        order = schedule if column.micro_batches == schedule.micro_batches else schedule_of(column)
+        yield column, order, choose(column, stage_map)
+
+
+def _play(costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]) -> Played:
     simulation = simulate(schedule, durations(costs, stages))
     tails = tuple(sum(parts) for parts in tail_ticks(costs, by_rank(schedule, stages)))
     totals = [int(end) + tail for end, tail in zip(simulation.end_seconds, tails, strict=True)]
     total = max(totals)
-    return Step(total, totals.index(total), simulation, tails)
+    return Played(costs, schedule, stages, Step(total, totals.index(total), simulation, tails))
+
+
+def rank_memory(costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]) -> tuple[RankMemory, ...]:
+    """Memory of every pipeline rank at its peak: equations (M1) to (M4) and (S6)."""
+    columns = [
+        stage_memory(column, chosen, held_units(column, chosen, order))
+        for column, order, chosen in per_column(costs, schedule, stages)
+    ]
+    return tuple(max(rows, key=lambda row: row.peak_bytes - row.capacity_bytes) for rows in zip(*columns, strict=True))
 
 
 def predict_step(costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]) -> Prediction:
@@ -141,36 +197,37 @@ def predict_step(costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageL
     Raises:
         DocumentError: the profile's layers take no time at all.
     """
-    step = evaluate(costs, schedule, stages)
-    if step.total_ticks == 0:
+    last = last_column(costs, schedule, stages)
+    if last.step.total_ticks == 0:
         raise DocumentError(
             "no layer takes any time, so there is no step to predict.",
             field="profile.layers",
             mend="measure the profile on a device, or give counted FLOPs and bytes.",
         )
-    seconds = step.total_ticks * TICK_SECONDS
+    seconds = last.step.total_ticks * TICK_SECONDS
     job = costs.work.job
     per_sample = job.sequence_length or 1
     return Prediction(
         step_seconds=seconds,
         tokens_per_second=job.global_batch_size * per_sample / seconds,
         mfu=_mfu(costs, stages, seconds),
-        bubble_fraction=step.simulation.bubble_fraction,
-        breakdown=_breakdown(costs, schedule, stages, step),
-        memory=stage_memory(costs, stages, held_units(costs, stages, schedule)),
+        bubble_fraction=last.step.simulation.bubble_fraction,
+        breakdown=_breakdown(last.costs, last.schedule, last.stages, last.step),
+        memory=rank_memory(costs, schedule, stages),
     )
 
 
 def _mfu(costs: LayoutCosts, stages: Sequence[StageLayers], seconds: float) -> float | None:
     """Model FLOPs utilisation (Chowdhery et al. 2022, PaLM, appendix B): recomputation does not count."""
     work, layout = costs.work, costs.layout
-    peak = work.device.peak_flops_per_second.get(work.profile.dtype)
-    if peak is None:
+    peaks = [group.device.peak_flops_per_second.get(work.profile.dtype) for group in work.groups or (work,)]
+    if None in peaks:
         return None
+    every = sum(group.devices * (peak or 0.0) for group, peak in zip(work.groups or (work,), peaks, strict=True))
     one_micro_batch = sum(cost.model_flops for stage in stages for _, cost in stage)
-    per_stage = layout.tensor_parallel_degree * layout.context_parallel_degree * layout.data_parallel_degree
-    flops = one_micro_batch * costs.micro_batches * per_stage
-    return flops / (seconds * layout.devices * peak)
+    micro_batches = sum(layout.shares(work.job.global_batch_size))
+    flops = one_micro_batch * micro_batches * layout.tensor_parallel_degree * layout.context_parallel_degree
+    return flops / (seconds * every)
 
 
 def _breakdown(costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers], step: Step) -> Breakdown:
@@ -193,9 +250,15 @@ def _breakdown(costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLay
     )
 
 
+def stage_schedule(plan: Plan, profile: ModelProfile) -> Schedule:
+    """The order of a plan's actions; where data ranks have different shares, of those that end last."""
+    return _planned(plan, profile)[1]
+
+
 def stage_durations(plan: Plan, profile: ModelProfile) -> Durations:
-    """Seconds of every stage of a plan, as the simulator takes them."""
-    in_ticks = durations(*_planned(plan, profile))
+    """Seconds of every stage of a plan, as the simulator takes them; where data ranks differ, of the last to end."""
+    costs, _, stages = _planned(plan, profile)
+    in_ticks = durations(costs, stages)
     return Durations(
         forward=_seconds(in_ticks.forward),
         backward_input=_seconds(in_ticks.backward_input),
@@ -209,7 +272,15 @@ def stage_durations(plan: Plan, profile: ModelProfile) -> Durations:
 
 def stage_tails(plan: Plan, profile: ModelProfile) -> tuple[tuple[float, ...], ...]:
     """Seconds of (gradient reduction, optimizer) of every pipeline rank of a plan, after its last action."""
-    costs, stages = _planned(plan, profile)
+    costs, schedule, stages = _planned(plan, profile)
+    return tuple(_seconds(tail) for tail in tail_ticks(costs, by_rank(schedule, stages)))
+
+
+def _planned(plan: Plan, profile: ModelProfile) -> tuple[LayoutCosts, Schedule, Sequence[StageLayers]]:
+    """The plan's layout, order and stages, priced again; of the column that ends last."""
+    costs = layout_costs(workload(profile, plan.cluster, plan.request.job), plan.layout)
+    places = {layer.name: index for index, layer in enumerate(profile.layers)}
+    stage_map = [[(places[layer.name], layer.recompute) for layer in stage.layers] for stage in plan.stages]
     # The plan's own order: one that was synthesized cannot be built again from the layout.
     layout, actions = plan.layout, plan.actions
     schedule = (
@@ -217,15 +288,11 @@ def stage_tails(plan: Plan, profile: ModelProfile) -> tuple[tuple[float, ...], .
         if actions
         else schedule_of(costs)
     )
-    return tuple(_seconds(tail) for tail in tail_ticks(costs, by_rank(schedule, stages)))
-
-
-def _planned(plan: Plan, profile: ModelProfile) -> tuple[LayoutCosts, tuple[StageLayers, ...]]:
-    """The plan's layout and stages, priced again."""
-    costs = layout_costs(workload(profile, plan.cluster, plan.request.job), plan.layout)
-    order = {layer.name: index for index, layer in enumerate(profile.layers)}
-    stage_map = [[(order[layer.name], layer.recompute) for layer in stage.layers] for stage in plan.stages]
-    return costs, choose(costs, stage_map)
+    stages = choose(costs, stage_map)
+    if not costs.columns:
+        return costs, schedule, stages
+    last = last_column(costs, schedule, stages)
+    return last.costs, last.schedule, last.stages
 
 
 def _seconds(in_ticks: Sequence[float]) -> tuple[float, ...]:

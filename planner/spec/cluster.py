@@ -165,11 +165,16 @@ class Cluster(Document):
 
         Args:
             devices: how many of every node, by its number through all groups; nodes that are not named are left out.
+                Node groups come in the order in which their first nodes are named.
         """
+        places = {node: place for place, node in enumerate(devices)}
         groups, first = [], 0
         for group in self.node_groups:
-            used = [devices.get(node, 0) for node in range(first, first + group.nodes)]
+            nodes = [node for node in range(first, first + group.nodes) if devices.get(node)]
             first += group.nodes
-            for count in sorted({each for each in used if each}, reverse=True):
-                groups.append(group.model_copy(update={"nodes": used.count(count), "devices_per_node": count}))
-        return self.model_copy(update={"node_groups": tuple(groups)})
+            used = [devices[node] for node in nodes]
+            for count in sorted(set(used), reverse=True):
+                part = group.model_copy(update={"nodes": used.count(count), "devices_per_node": count})
+                groups.append((min(places[node] for node in nodes), part))
+        ordered = tuple(part for _, part in sorted(groups, key=lambda each: each[0]))
+        return self.model_copy(update={"node_groups": ordered})
