@@ -26,6 +26,7 @@ from planner.executor.runtime import Loss, PipelineRuntime
 from planner.executor.scaling import LossScaler, scaler_for
 from planner.executor.sequence_parallel import read_once, sequence_plan, share_sequence
 from planner.executor.sharding import is_split, shard_tensors, tied_modules
+from planner.executor.shares import share_of
 from planner.executor.stages import Boundaries, Boundary, TimedStage
 from planner.executor.streams import RandomStreams
 from planner.executor.support import schedule_of
@@ -139,7 +140,7 @@ def build_rank(
         MismatchError: a plan of another model.
         UnsupportedError: the model cannot be built or sharded as the plan wants.
     """
-    cut, pieces = source.cut(), pieces_of(plan, mesh.context)
+    cut, pieces, share = source.cut(), pieces_of(plan, mesh.context), share_of(plan, mesh.data)
     mine = {
         stage.index: layers
         for stage, layers in zip(plan.stages, stage_ranges(plan, cut), strict=True)
@@ -176,10 +177,9 @@ def build_rank(
             _timed_stage(plan, source, mesh, index, layers, stages[index], recorder, streams, device)
             for index, layers in mine.items()
         ],
-        schedule_of(plan).to_text(),
-        micro_batches=plan.micro_batches,
+        share.actions_of(schedule_of(plan)),
+        share=share,
         pieces=pieces,
-        replicas=mesh.grid.data,
         loss=loss_of_pieces(loss, pieces),
         recorder=recorder,
         reducer=shards if shards is not None else _reducer(stages, mesh),
@@ -298,7 +298,7 @@ def _timed_stage(
         sent=sent,
         recorder=recorder,
         streams=streams,
-        first_micro_batch=mesh.data * plan.micro_batches,
+        first_micro_batch=share_of(plan, mesh.data).first,
         pieces=StagePieces(pieces_of(plan, mesh.context), mesh),
     )
 

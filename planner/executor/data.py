@@ -1,7 +1,7 @@
 """Training data: every sample has a number, and a step reads the samples of its global batch in order.
 
-Data-parallel rank d of D reads part d of the batch, so the ranks together read what one process would, in the same
-order. Nothing is shared between ranks but the numbers.
+Every data-parallel rank reads its share of the batch, one behind the other, so the ranks together read what one process
+would, in the same order. Nothing is shared between ranks but the numbers.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from planner.errors import DocumentError, PlannerError, UnsupportedError
+from planner.executor.shares import Share
 
 Inputs = tuple[torch.Tensor, ...]
 """All that the model takes, samples along dimension 0."""
@@ -74,11 +75,10 @@ def load_dataset(name: str, spec: DataSpec, *, seed: int) -> Dataset:
     return _ByteTokens(text, spec, name, seed)
 
 
-def local_part(step: int, global_batch_size: int, data_rank: int, data_ranks: int) -> tuple[int, int]:
+def local_part(step: int, share: Share, micro_batch_size: int) -> tuple[int, int]:
     """First sample and one past the last of a data-parallel rank's part of a step's global batch."""
-    part = global_batch_size // data_ranks
-    start = step * global_batch_size + data_rank * part
-    return start, start + part
+    start = step * share.total + share.first
+    return start * micro_batch_size, (start + share.count) * micro_batch_size
 
 
 def load_callable(reference: str, *, field: str) -> Callable[..., Any]:

@@ -32,6 +32,7 @@ from planner.errors import ScheduleError
 from planner.executor.pieces import split_inputs, split_targets
 from planner.executor.replicas import Reducer
 from planner.executor.scaling import LossScaler
+from planner.executor.shares import Share
 from planner.executor.stages import TimedStage
 from planner.executor.timeline import Recorder
 from profiler.sequence import Pieces
@@ -51,9 +52,8 @@ class PipelineRuntime(_PipelineScheduleRuntime):
         stages: this rank's stages.
         actions: compute actions of every pipeline rank, e.g. ``2F0``; the same on all ranks. Whoever has a stage's
             actions must have the stage.
-        micro_batches: micro-batches per step.
+        share: this replica's micro-batches of every step; `actions` are for so many.
         pieces: how sequences are cut; a schedule of sequence chunks runs each as if it were a micro-batch.
-        replicas: data-parallel ranks, each with as many micro-batches of its own.
         loss: mean loss of one micro-batch, or a piece's share of it; called on the last stage.
         recorder: times the actions.
         reducer: adds the gradients up over the replicas; None without replicas.
@@ -68,9 +68,8 @@ class PipelineRuntime(_PipelineScheduleRuntime):
         stages: Sequence[TimedStage],
         actions: Sequence[Sequence[str]],
         *,
-        micro_batches: int,
+        share: Share,
         pieces: Pieces,
-        replicas: int,
         loss: Loss,
         recorder: Recorder,
         reducer: Reducer | None,
@@ -78,11 +77,11 @@ class PipelineRuntime(_PipelineScheduleRuntime):
     ) -> None:
         # The mean over micro-batches is taken in the loss: scaling the gradients afterwards would divide parameters
         # that two stages of a rank share twice.
-        share = _LossShare(loss, micro_batches * replicas, scaler)
-        units = micro_batches * pieces.chunks
-        super().__init__(list(stages), units, share, scale_grads=False)  # type: ignore[no-untyped-call]
-        self._share = share
-        self._micro_batches = micro_batches
+        loss_share = _LossShare(loss, share.total, scaler)
+        units = share.count * pieces.chunks
+        super().__init__(list(stages), units, loss_share, scale_grads=False)  # type: ignore[no-untyped-call]
+        self._share = loss_share
+        self._micro_batches = share.count
         self._pieces = pieces
         self.doing: _Action | None = None
         """The action at hand; None between steps."""
@@ -236,7 +235,7 @@ class PipelineRuntime(_PipelineScheduleRuntime):
 
 
 class _LossShare:
-    """A micro-batch's share of the mean over a step's micro-batches, times the loss scale."""
+    """A micro-batch's part of the mean over a step's micro-batches, those of all replicas, times the loss scale."""
 
     def __init__(self, loss: Loss, micro_batches: int, scaler: LossScaler | None) -> None:
         self._loss = loss

@@ -12,8 +12,10 @@ from itertools import product
 from typing import get_args
 
 from planner.errors import LayoutError, UnsupportedError
+from planner.executor.shares import check_shares
 from planner.schedule import ActionKind, Requirement, Schedule, build, find, names, requirements
 from planner.spec.job import WHOLE_PARAMETERS
+from planner.spec.layout import RankOrder
 from planner.spec.plan import Plan, RankPlacement
 from planner.spec.profile import RecomputeMode
 
@@ -59,8 +61,10 @@ def check_plan(plan: Plan) -> Grid:
                 mend=f"plan with {' or '.join(repr(item) for item in known)}.",
             )
     grid = grid_of(plan)
+    _check_rank_order(plan, grid)
     _check_stages(plan, grid)
     _check_batch(plan)
+    check_shares(plan)
     _check_pieces(plan)
     _check_sequence(plan)
     _check_experts(plan)
@@ -110,6 +114,23 @@ def grid_of(plan: Plan) -> Grid:
 
 def _coordinate(row: RankPlacement) -> tuple[int, int, int, int]:
     return row.pipeline, row.data, row.context, row.tensor
+
+
+def _check_rank_order(plan: Plan, grid: Grid) -> None:
+    """The ranks stand as the layout says. torch numbers the members of a group by their ranks, so that these must grow
+    along every axis; each order of a layout does."""
+    rows, columns = range(grid.pipeline), range(grid.data)
+    by_stage = [(row, column) for row in rows for column in columns]
+    by_replica = [(row, column) for column in columns for row in rows]
+    cells = by_stage if plan.layout.rank_order == "tp-cp-dp-pp" else by_replica
+    found = [rank for row, column in cells for shards in grid.ranks[row][column] for rank in shards]
+    wrong = next(((rank, stands) for rank, stands in enumerate(found) if rank != stands), None)
+    if wrong is not None:
+        raise LayoutError(
+            f"rank {wrong[1]} of the placement stands where the order {plan.layout.rank_order!r} has rank {wrong[0]}.",
+            field="layout.rank_order",
+            mend=f"write {' or '.join(map(repr, get_args(RankOrder)))}, whichever the placement has, or plan again.",
+        )
 
 
 def _check_stages(plan: Plan, grid: Grid) -> None:
@@ -236,10 +257,13 @@ def _check_owners(plan: Plan, schedule: Schedule) -> None:
 def _check_batch(plan: Plan) -> None:
     batch = plan.request.job.global_batch_size
     micro_batches = plan.layout.micro_batches(batch)
+    shares = plan.layout.micro_batch_shares
+    told = "" if shares is None else f", the largest of the shares {list(shares)},"
     if micro_batches != plan.micro_batches:
         raise LayoutError(
             f"{plan.micro_batches} micro-batches of {plan.layout.micro_batch_size} samples on "
-            f"{plan.layout.data_parallel_degree} data-parallel ranks do not make the global batch of {batch} samples.",
+            f"{plan.layout.data_parallel_degree} data-parallel ranks{told} do not make the global batch of {batch} "
+            "samples.",
             field="micro_batches",
             mend=f"write {micro_batches}, or plan again.",
         )

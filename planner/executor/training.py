@@ -21,6 +21,7 @@ from planner.executor.mesh import Mesh
 from planner.executor.optimizer import COMPUTE_DTYPE
 from planner.executor.out_of_memory import is_out_of_memory, ran_out
 from planner.executor.report import StepRecord
+from planner.executor.shares import share_of
 from planner.executor.spikes import SpikeWatch
 from planner.executor.timeline import computing_seconds
 from planner.spec.plan import Plan
@@ -61,6 +62,7 @@ class Trainer:
         self._plan = plan
         self._part = part
         self._mesh = mesh
+        self._share = share_of(plan, mesh.data)
         self._dataset = dataset
         self._device = device
         self._clip = clip
@@ -158,8 +160,7 @@ class Trainer:
         part = self._part
         if not (part.has_first_stage or part.has_last_stage):
             return (), None
-        batch = self._plan.request.job.global_batch_size
-        inputs, targets = self._dataset(*local_part(step, batch, self._mesh.data, self._mesh.grid.data))
+        inputs, targets = self._dataset(*local_part(step, self._share, self._plan.layout.micro_batch_size))
         return (
             tuple(map(self._to_device, inputs)) if part.has_first_stage else (),
             targets.to(self._device) if part.has_last_stage else None,

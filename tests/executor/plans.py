@@ -16,6 +16,7 @@ from planner.executor.loss import next_token
 from planner.schedule import Schedule, build
 from planner.spec import Cluster, Job, Layout, NodeGroup, Plan, PlanRequest, Prediction
 from planner.spec.cluster import DeviceSpec
+from planner.spec.layout import RankOrder
 from planner.spec.plan import Breakdown, PlannedLayer, RankPlacement, SearchReport, Stage
 from planner.spec.profile import RecomputeMode
 from profiler.models import ModelSource, load_model
@@ -128,10 +129,16 @@ def make_plan(
     expert: int = 1,
     context: int = 1,
     chunks: int = 1,
+    rank_order: RankOrder = "tp-cp-dp-pp",
+    shares: Sequence[int] | None = None,
 ) -> Plan:
-    """A plan with stages of these sizes on so many pipeline ranks (None: one each), pipeline outermost, tensor
-    innermost; `actions`: of a schedule that has no name.
+    """A plan with stages of these sizes on so many pipeline ranks (None: one each).
+
+    Args:
+        actions: of a schedule that has no name.
+        shares: micro-batches of every data-parallel rank, instead of `micro_batches`.
     """
+    micro_batches = micro_batches if shares is None else max(shares)
     sizes = sizes or (len(layers),)
     pipeline = pipeline or len(sizes)
     virtual = len(sizes) // pipeline
@@ -150,10 +157,12 @@ def make_plan(
         recompute="per-layer" if recompute else "none",
         sequence_parallel=sequence_parallel,
         expert_parallel_degree=expert,
+        rank_order=rank_order,
+        micro_batch_shares=shares,
     )
-    placement = _placement(pipeline, data, context, tensor, expert)
+    placement = _placement(pipeline, data, context, tensor, expert, rank_order)
     job = Job(
-        global_batch_size=data * micro_batch_size * micro_batches,
+        global_batch_size=micro_batch_size * sum(shares or (micro_batches,) * data),
         sequence_length=sequence_length,
         precision=precision,
         optimizer=optimizer,
@@ -180,8 +189,12 @@ def make_plan(
     )
 
 
-def _placement(pipeline: int, data: int, context: int, tensor: int, expert: int) -> tuple[RankPlacement, ...]:
+def _placement(
+    pipeline: int, data: int, context: int, tensor: int, expert: int, rank_order: RankOrder
+) -> tuple[RankPlacement, ...]:
     grid = product(range(pipeline), range(data), range(context), range(tensor))
+    if rank_order == "tp-cp-pp-dp":
+        grid = iter(sorted(grid, key=lambda place: (place[1], place[0], *place[2:])))
     return tuple(
         RankPlacement(
             rank=rank,

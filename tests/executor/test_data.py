@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from planner.errors import DocumentError, UnsupportedError
 from planner.executor.data import DataSpec, load_callable, load_dataset, local_part
+from planner.executor.shares import Share
 
 TOKENS = DataSpec(input_kind="tokens", sequence_length=8, vocabulary_size=256, sample_shape=(), classes=256)
 IMAGES = DataSpec(input_kind="images", sequence_length=0, vocabulary_size=0, sample_shape=(3, 4, 4), classes=10)
@@ -34,14 +35,15 @@ def short_data(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @given(
     step=st.integers(0, 1000),
-    ranks=st.sampled_from([1, 2, 4, 8]),
-    part=st.integers(1, 16),
+    counts=st.lists(st.integers(1, 16), min_size=1, max_size=8),
+    size=st.integers(1, 4),
 )
-def test_parts_make_the_batch(step: int, ranks: int, part: int) -> None:
-    """The ranks' parts, one after the other, are the samples of the global batch."""
-    batch = ranks * part
-    numbers = [number for rank in range(ranks) for number in range(*local_part(step, batch, rank, ranks))]
-    assert numbers == list(range(step * batch, (step + 1) * batch))
+def test_parts_make_the_batch(step: int, counts: list[int], size: int) -> None:
+    """The ranks' parts, equal or not, one after the other, are the samples of the global batch."""
+    total = sum(counts)
+    shares = [Share(first=sum(counts[:rank]), count=count, total=total) for rank, count in enumerate(counts)]
+    numbers = [number for share in shares for number in range(*local_part(step, share, size))]
+    assert numbers == list(range(step * total * size, (step + 1) * total * size))
 
 
 @pytest.mark.parametrize(("name", "spec"), [("stdlib", TOKENS), ("synthetic", TOKENS), ("synthetic", IMAGES)])

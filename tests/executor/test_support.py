@@ -34,11 +34,27 @@ def test_grid_places_every_rank() -> None:
     assert grid.ranks == ((((0, 1),), ((2, 3),)), (((4, 5),), ((6, 7),)))
 
 
-def test_any_placement_that_fills_the_grid_will_do() -> None:
-    """Ranks may stand in any order: here the two pipeline ranks have changed places."""
-    plan = make_plan(LAYERS, (2, 2))
-    swapped = _changed(plan, placement__0__pipeline=1, placement__1__pipeline=0)
-    assert grid_of(swapped).ranks == ((((1,),),), (((0,),),))
+def test_whole_pipelines_stand_one_behind_the_other() -> None:
+    """In the other order the replicas are the outermost axis."""
+    grid = check_plan(make_plan(LAYERS, (2, 2), data=2, tensor=2, rank_order="tp-cp-pp-dp"))
+    assert grid.ranks == ((((0, 1),), ((4, 5),)), (((2, 3),), ((6, 7),)))
+    assert grid.ranks_of(1) == (2, 3, 6, 7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"layout__rank_order": "tp-cp-pp-dp"}, "rank 2 .* has rank 1"),
+        ({"placement__0__pipeline": 1, "placement__2__pipeline": 0}, "rank 2 .* has rank 0"),
+    ],
+)
+def test_the_placement_must_be_of_the_layouts_order(changes: dict[str, Any], told: str) -> None:
+    """Another order than the layout tells would be run as something else; one of no layout cannot be run at all."""
+    plan = _changed(make_plan(LAYERS, (2, 2), data=2), **changes)
+    assert grid_of(plan).size == 4
+    with pytest.raises(LayoutError, match=told) as caught:
+        check_plan(plan)
+    assert caught.value.problems[0].field == "layout.rank_order"
 
 
 @pytest.mark.parametrize(

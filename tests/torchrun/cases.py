@@ -133,9 +133,25 @@ SPREAD_SCHEDULES = {
     "pp4-loop": Case("unet", (1,) * 8, {**IMAGES, **IN_A_LOOP, "pipeline": 4}, steps=2, learning_rate=0.2),
     "pp4-zb-v": Case("unet", (1,) * 8, {**IMAGES, **IN_A_V, "pipeline": 4}, steps=2, learning_rate=0.2),
 }
+UNEVENLY: dict[str, Any] = {"data": 2, "shares": (3, 1)}
+UNEVEN_SHARES = {
+    "dp2-shares": Case("llama", (6,), {**UNEVENLY, "optimizer": "sgd"}, clip=0.5, **ONE_STEP),
+    "dp2-zero1-shares": Case("gpt2", (6,), {"data": 2, "shares": (1, 3), "zero": 1}, clip=0.5, **SHORT),
+}
+REORDERED: dict[str, Any] = {"data": 2, "rank_order": "tp-cp-pp-dp"}
+"""Whole pipelines one behind the other: ranks 0 and 1 hold the stages of the first replica."""
+SPREAD_ORDERS = {
+    "dp2-pp2-shares": Case("llama", (2, 4), {**UNEVENLY, "schedule": "gpipe", "optimizer": "sgd"}, **ONE_STEP),
+    "dp4-zero1-shares": Case("gpt2", (6,), {"data": 4, "shares": (2, 1, 1, 3), "zero": 1}, clip=0.5, **SHORT),
+    "dp2-pp2-reordered": Case("gpt2", (3, 3), REORDERED, clip=0.5, **SHORT),
+    "dp2-pp2-zero1-shares-reordered": Case("gpt2", (3, 3), {**REORDERED, **UNEVENLY, "zero": 1}, clip=0.5, **SHORT),
+    "dp2-pp2-zero3-reordered": Case("llama", (3, 3), {**REORDERED, "micro_batches": 2, "zero": 3}, clip=0.5, **SHORT),
+    "ep2-pp2-reordered": Case("mixtral", (3, 3), {**REORDERED, "expert": 2, "micro_batches": 2}, **SHORT),
+}
+"""Replicas with unequally many micro-batches, and ranks in another order."""
 CASES = {
-    2: {**TWO_RANKS, **SCHEDULES, **SCHEDULE_FEATURES},
-    4: {**FOUR_RANKS, **FOUR_RANKS_IN_FP16, **SPREAD_SCHEDULES},
+    2: {**TWO_RANKS, **SCHEDULES, **SCHEDULE_FEATURES, **UNEVEN_SHARES},
+    4: {**FOUR_RANKS, **FOUR_RANKS_IN_FP16, **SPREAD_SCHEDULES, **SPREAD_ORDERS},
 }
 
 

@@ -14,7 +14,16 @@ import pytest
 from planner.executor.scaling import INITIAL_SCALE
 from planner.schedule import names
 from tests.torchrun import piece_cases
-from tests.torchrun.cases import FOUR_RANKS, SCHEDULE_FEATURES, SCHEDULES, SPREAD_SCHEDULES, STEPS, TWO_RANKS
+from tests.torchrun.cases import (
+    FOUR_RANKS,
+    SCHEDULE_FEATURES,
+    SCHEDULES,
+    SPREAD_ORDERS,
+    SPREAD_SCHEDULES,
+    STEPS,
+    TWO_RANKS,
+    UNEVEN_SHARES,
+)
 
 pytestmark = pytest.mark.torchrun
 
@@ -78,6 +87,18 @@ def test_schedules_train_as_one_process(case: str, two_ranks: dict[str, Any]) ->
 @pytest.mark.parametrize("case", SPREAD_SCHEDULES)
 def test_schedules_train_as_one_process_on_every_axis(case: str, four_ranks: dict[str, Any]) -> None:
     """Replicas and shards see split backwards and several stages per rank as they see all others."""
+    _check(four_ranks[case])
+
+
+@pytest.mark.parametrize("case", UNEVEN_SHARES)
+def test_uneven_shares_train_as_one_process(case: str, two_ranks: dict[str, Any]) -> None:
+    """A replica with more micro-batches counts for more, with and without ZeRO."""
+    _check(two_ranks[case])
+
+
+@pytest.mark.parametrize("case", SPREAD_ORDERS)
+def test_orders_of_ranks_train_as_one_process(case: str, four_ranks: dict[str, Any]) -> None:
+    """Whichever rank holds which part; with uneven shares too."""
     _check(four_ranks[case])
 
 
