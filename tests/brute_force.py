@@ -81,7 +81,8 @@ def layouts(profile: ModelProfile, cluster: Cluster, job: Job) -> Iterator[Layou
                 continue
             micro_batches = job.global_batch_size // (data * size)
             alone = whole or data * context == 1 or (pipeline > 1 and shares_shards(profile, split))
-            for zero, order in product((0,) if alone else (0, 1, 2, 3), orders(profile, pipeline, micro_batches)):
+            zeros = [(0, None)] if alone else list(zero_choices(data * context, expert))
+            for (zero, shards), order in product(zeros, orders(profile, pipeline, micro_batches)):
                 yield Layout(
                     data_parallel_degree=data,
                     tensor_parallel_degree=tensor,
@@ -91,8 +92,16 @@ def layouts(profile: ModelProfile, cluster: Cluster, job: Job) -> Iterator[Layou
                     sequence_parallel=sequence,
                     micro_batch_size=size,
                     zero_stage=zero,
+                    zero_shard_degree=shards,
                     **order,
                 )
+
+
+def zero_choices(replicas: int, expert: int) -> Iterator[tuple[Any, int | None]]:
+    """ZeRO stages, and groups that share out the states: of one size, each with all experts."""
+    yield 0, None
+    groups = [size for size in range(2, replicas) if replicas % size == 0 and size % expert == 0]
+    yield from product((1, 2, 3), (None, *groups))
 
 
 def split_of(row: Measurement) -> tuple[int, int, int, int, bool]:

@@ -66,7 +66,8 @@ def layout_line(layout: Layout) -> str:
     if layout.sequence_chunks > 1:
         words.append(f"{layout.sequence_chunks} sequence chunks")
     if layout.zero_stage:
-        words.append(f"ZeRO {layout.zero_stage}")
+        group = f" in groups of {layout.zero_shard_degree}" if layout.zero_shard_degree else ""
+        words.append(f"ZeRO {layout.zero_stage}{group}")
     if layout.sequence_parallel:
         words.append("sequence parallel")
     return ", ".join(words)

@@ -1,15 +1,15 @@
 """Best-first search over layouts, to a proven optimum of the cost model.
 
     (F1)  everything open has a lower bound that no stage map of any of its layouts beats: a family from the work of its
-          layers alone, its layouts of one ZeRO stage from their costs, a layout from its schedule, then from its
-          segments or its dealt stage map  -> planner.search.bounds, planner.search.paths, planner.search.dealt
+          layers alone, its layouts that share out states alike from their costs, a layout from its schedule, then from
+          its segments or its dealt stage map  -> planner.search.bounds, planner.search.paths, planner.search.dealt
     (F2)  always take up what has the least bound: open the family, bound the layout better, or, when that is done,
           solve it                                                                                -> _take_up()
     (F3)  once the least bound is no better than the incumbent, nothing open is: the incumbent is proven -> search()
     (F4)  lower bound of the space = least bound of what is not proven; gap = (step - bound) / step       -> report()
 
-    (F5)  a layout without ZeRO is left out beside the same one under ZeRO 1 where that reduces and updates faster and
-          all else is equal                                                                             -> _groups()
+    (F5)  of the ways to share out ZeRO's states those are left out that another one dominates
+                                                                                   -> planner.search.sharding
 
     (F6)  before all that, a plan at once: the most even cut of a family that fits                   -> _dive()
 
@@ -39,8 +39,9 @@ from planner.search.dealt import Uniform, deal, layout_schedule, layout_traits, 
 from planner.search.inside import NO_LIMIT, Inside, LayoutSearch, Outcome, first_plan, limits_of
 from planner.search.result import Callbacks, Candidate, Progress
 from planner.search.segments import LayerModes, allowed_modes, uniform_modes
-from planner.search.space import Family, Order, Space, recompute_wish
-from planner.spec.layout import Layout, RecomputeWord, ZeroStage
+from planner.search.sharding import worth_opening
+from planner.search.space import Family, Order, Space, Zero, recompute_wish
+from planner.spec.layout import Layout, RecomputeWord
 from planner.spec.plan import Options, SearchReport
 
 _OPTIMAL_GAP = 1e-6
@@ -54,15 +55,15 @@ _NEAREST = 8
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The layouts of a family with one ZeRO stage: their layers cost the same."""
+    """The layouts of a family that share out states in one way: their layers cost the same."""
 
     family: Family
-    zero_stage: ZeroStage
+    zero: Zero
     costs: LayoutCosts
 
     def costs_of(self, order: Order) -> LayoutCosts:
         """The costs of one of them."""
-        return replace(self.costs, layout=self.family.layout(self.zero_stage, order))
+        return replace(self.costs, layout=self.family.layout(self.zero, order))
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +247,7 @@ def _dive(state: State) -> None:
         order = [each for each in family.orders if not each.is_dealt][-1:]
         if not order or tries == 0:
             continue
-        costs = layout_costs(state.work, family.layout(family.zero_stages[-1], order[0]))
+        costs = layout_costs(state.work, family.layout(family.leanest[0], order[0]))
         modes = allowed_modes(costs, state.wish)
         if not may_fit(costs, modes, warm_ups(costs)):
             continue
@@ -279,7 +280,7 @@ def _families(work: Workload, space: Space) -> Iterator[Open]:
 
 def _least_work(work: Workload, family: Family) -> tuple[int, int, int]:
     """Ticks of all layers, of the longest, and of one way down and up, for one micro-batch of any such family."""
-    layers = layout_costs(work, family.layout(0, family.orders[0])).layers
+    layers = layout_costs(work, family.layout(Zero(0), family.orders[0])).layers
     least = {id(options): work_of(options.values()) for options in layers}
     ticks = [least[id(options)] for options in layers]
     return sum(each[0] for each in ticks), max(each[0] for each in ticks), sum(each[1] for each in ticks)
@@ -302,28 +303,10 @@ def take_up(state: State, one: Open) -> Iterator[Open]:
 
 
 def _groups(state: State, one: Open, family: Family) -> Iterator[Open]:
-    """Every ZeRO stage that may fit with a single micro-batch in flight: equation (F5)."""
-    first = family.orders[0]
-    priced = {stage: layout_costs(state.work, family.layout(stage, first)) for stage in family.zero_stages}
-    if 0 in priced and 1 in priced and _is_dominated(priced[0], priced[1]):
-        del priced[0]
-    for zero_stage, costs in priced.items():
-        modes = allowed_modes(costs, state.wish)
-        if may_fit(costs, modes, (1,) * family.pipeline):
-            bound = max(one.bound_ticks, any_order_bound(costs, modes))
-            yield Open(bound, (*one.order, zero_stage), Group(family, zero_stage, costs))
-
-
-def _is_dominated(plain: LayoutCosts, sharded: LayoutCosts) -> bool:
-    """Is every stage map slower, and none leaner, when optimizer states are not sharded?"""
-    pairs = {(id(a), id(b)): (a, b) for a, b in zip(plain.layers, sharded.layers, strict=True)}
-    both = [(a[mode], b[mode]) for a, b in pairs.values() for mode in a]
-    never = all(
-        a.forward_ticks == b.forward_ticks and a.backward_ticks == b.backward_ticks and a.ogp_bytes >= b.ogp_bytes
-        for a, b in both
-    )
-    tails = [(a.reduction_ticks + a.optimizer_ticks, b.reduction_ticks + b.optimizer_ticks) for a, b in both]
-    return never and not plain.shared and all(a >= b for a, b in tails) and any(a > b for a, b in tails)
+    """Every way to share out states that is worth a look: equation (F5)."""
+    for place, zero, costs, modes in worth_opening(state.work, family, state.wish):
+        bound = max(one.bound_ticks, any_order_bound(costs, modes))
+        yield Open(bound, (*one.order, place), Group(family, zero, costs))
 
 
 def _orders(state: State, one: Open, group: Group) -> Iterator[Open]:
@@ -422,14 +405,14 @@ def unfit(work: Workload, space: Space) -> Iterator[LayoutCosts]:
     for family in space.families:
         order = next((one for one in family.orders if not one.is_dealt), None)
         if order is not None:
-            costs = layout_costs(work, family.layout(family.zero_stages[-1], order))
+            costs = layout_costs(work, family.layout(family.leanest[0], order))
             priced.append((_even_share(costs), len(priced), family))
     for _, _, family in heapq.nsmallest(_NEAREST, priced):
-        for zero_stage in family.zero_stages:
-            costs = layout_costs(work, family.layout(zero_stage, family.orders[0]))
+        for zero in reversed(family.leanest):
+            costs = layout_costs(work, family.layout(zero, family.orders[0]))
             for order in family.orders:
                 if not order.is_dealt:
-                    yield replace(costs, layout=family.layout(zero_stage, order))
+                    yield replace(costs, layout=family.layout(zero, order))
 
 
 def _even_share(costs: LayoutCosts) -> float:

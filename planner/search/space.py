@@ -10,6 +10,8 @@
 (D5)  optimizers that update whole matrices (Adafactor, Muon) take no tensor and expert parallelism and no ZeRO; ZeRO
       neither parameters that stages share shards of                                                   -> families()
 (D6)  within a family: every ZeRO stage, every order of the micro-batches                              -> Family
+(D8)  ZeRO's states are shared out by all data- and context-parallel ranks, or by groups of k of them: k divides their
+      number, and is a multiple of the expert degree, so that every group holds all experts       -> _zeros()
 (D7)  orders: schedules whose partition and recomputation are searched (`BOUNDED`), and those that take the stage map
       of `planner.search.dealt` and recompute all layers alike: with several stages per rank, up to
       `MOST_VIRTUAL_STAGES`, or with a split backward                                                  -> orders()
@@ -23,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from planner.cost import Workload
 from planner.errors import LayoutError, UnknownNameError, UnsupportedError
@@ -71,9 +74,17 @@ class Order:
         return self.schedule not in BOUNDED
 
 
+class Zero(NamedTuple):
+    """How states are shared out."""
+
+    stage: ZeroStage
+    shards: int | None = None
+    """`Layout.zero_shard_degree`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Layouts that agree in all but ZeRO stage and order."""
+    """Layouts that agree in all but ZeRO and order."""
 
     data: int
     tensor: int
@@ -83,7 +94,8 @@ class Family:
     micro_batch_size: int
     sequence_parallel: bool
     micro_batches: int
-    zero_stages: tuple[ZeroStage, ...]
+    zeros: tuple[Zero, ...]
+    """By stage; larger groups first."""
     orders: tuple[Order, ...]
 
     @property
@@ -99,9 +111,14 @@ class Family:
     @property
     def count(self) -> int:
         """Number of layouts."""
-        return len(self.zero_stages) * len(self.orders)
+        return len(self.zeros) * len(self.orders)
 
-    def layout(self, zero_stage: ZeroStage, order: Order) -> Layout:
+    @property
+    def leanest(self) -> tuple[Zero, ...]:
+        """Of every stage the one that needs least memory, the leanest first."""
+        return tuple({zero.stage: zero for zero in reversed(self.zeros)}.values())
+
+    def layout(self, zero: Zero, order: Order) -> Layout:
         """One of them. Its parts are valid by construction, so pydantic need not look at them again."""
         return Layout.model_construct(
             data_parallel_degree=self.data,
@@ -110,7 +127,8 @@ class Family:
             context_parallel_degree=self.context,
             expert_parallel_degree=self.expert,
             virtual_stages_per_rank=order.virtual_stages,
-            zero_stage=zero_stage,
+            zero_stage=zero.stage,
+            zero_shard_degree=zero.shards,
             sequence_parallel=self.sequence_parallel,
             micro_batch_size=self.micro_batch_size,
             schedule=order.schedule,
@@ -134,7 +152,7 @@ class Space:
 
 
 def space_of(work: Workload) -> Space:
-    """All layouts of a workload that the job's constraints permit: equations (D1) to (D7).
+    """All layouts of a workload that the job's constraints permit: equations (D1) to (D8).
 
     Raises:
         UnsupportedError: a constraint asks for what the search does not choose.
@@ -148,8 +166,8 @@ def space_of(work: Workload) -> Space:
 def layouts(work: Workload) -> Iterator[Layout]:
     """Every layout of the space, one by one."""
     for family in space_of(work).families:
-        for zero_stage in family.zero_stages:
-            yield from (family.layout(zero_stage, order) for order in family.orders)
+        for zero in family.zeros:
+            yield from (family.layout(zero, order) for order in family.orders)
 
 
 def check_constraints(job: Job) -> None:
@@ -162,7 +180,7 @@ def check_constraints(job: Job) -> None:
             mend="remove the constraint, or give 1; `planner predict` prices layouts with more.",
         )
     whole = job.optimizer in WHOLE_PARAMETERS
-    for field, plain in (("tensor_parallel_degree", 1), ("zero_stage", 0)):
+    for field, plain in (("tensor_parallel_degree", 1), ("zero_stage", 0), ("zero_shard_degree", 1)):
         if whole and not allows(job.constraints.get(field), plain):
             raise UnsupportedError(
                 f"{field} must be {plain} with {job.optimizer}, whose update of one element depends on its whole "
@@ -211,7 +229,7 @@ def recompute_wish(constraint: Constraint | None) -> tuple[str, ...]:
 
 
 def families(work: Workload, constraints: dict[str, Constraint]) -> Iterator[Family]:
-    """Families by (D1) to (D7) that the constraints permit."""
+    """Families by (D1) to (D8) that the constraints permit."""
     whole = work.job.optimizer in WHOLE_PARAMETERS
     schedules = _schedules(constraints.get("schedule"))
     wish = recompute_wish(constraints.get("recompute"))
@@ -233,7 +251,7 @@ def families(work: Workload, constraints: dict[str, Constraint]) -> Iterator[Fam
                 continue
             micro_batches = work.job.global_batch_size // (data * size)
             alone = whole or data * context == 1 or (pipeline > 1 and shares_shards[split])
-            shards: tuple[ZeroStage, ...] = (0,) if alone else (0, 1, 2, 3)
+            zeros = ((Zero(0), 1),) if alone else _zeros(data * context, expert)
             family = Family(
                 data=data,
                 tensor=tensor,
@@ -243,11 +261,25 @@ def families(work: Workload, constraints: dict[str, Constraint]) -> Iterator[Fam
                 micro_batch_size=size,
                 sequence_parallel=sequence_parallel,
                 micro_batches=micro_batches,
-                zero_stages=tuple(stage for stage in shards if allows(constraints.get("zero_stage"), stage)),
+                zeros=tuple(zero for zero, ranks in zeros if _takes_zero(zero, ranks, constraints)),
                 orders=orders(pipeline, micro_batches, len(work.profile.layers), schedules, virtual, modes[split]),
             )
             if family.count and _permitted(family, constraints):
                 yield family
+
+
+@lru_cache(maxsize=4096)
+def _zeros(replicas: int, expert: int) -> tuple[tuple[Zero, int], ...]:
+    """ZeRO stages and groups, each with the ranks that share out states: equation (D8)."""
+    stages: tuple[ZeroStage, ...] = (1, 2, 3)
+    groups = [size for size in range(replicas // 2, 1, -1) if replicas % size == 0 and size % expert == 0]
+    hybrid = [(stage, (None, *groups)) for stage in stages]
+    return ((Zero(0), 1), *((Zero(stage, size), size or replicas) for stage, sizes in hybrid for size in sizes))
+
+
+def _takes_zero(zero: Zero, ranks: int, constraints: dict[str, Constraint]) -> bool:
+    by_stage = allows(constraints.get("zero_stage"), zero.stage)
+    return by_stage and allows(constraints.get("zero_shard_degree"), ranks)
 
 
 def _shares_shards(work: Workload, rows: Rows) -> bool:

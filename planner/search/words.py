@@ -15,6 +15,7 @@ _DEGREES = {
 }
 _CHOICES = {
     "zero_stage": "ZeRO",
+    "zero_shard_degree": "ranks that share out its states",
     "sequence_parallel": "sequence parallelism",
     "micro_batch_size": "micro-batch size",
     "schedule": "schedule",
@@ -45,7 +46,7 @@ def changes_text(layout: Layout, winner: Layout) -> str:
 
 
 def _value(value: object) -> str:
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+    return {True: "on", False: "off", None: "all"}[value] if isinstance(value, bool | None) else str(value)
 
 
 def gibibytes(count: int) -> str:

@@ -1,0 +1,94 @@
+"""Which ways to share out ZeRO's states are worth a look: those of a family that no other one dominates.
+
+Layouts that differ in z and k alone, the ZeRO stage and the ranks that share out its states:
+
+    (H1)  a rank holds ceil(x / k) of what is shared out, so no less in smaller groups, and as much of all else; so
+          where stage z does not fit in groups of k, it fits in no smaller ones                  -> worth_pricing()
+          (what a rank spares of parameters that layers share is rounded down: such models are not cut short)
+    (H2)  a is dominated by b where every layer and mode takes the same ticks forward and backward, and OGP and the
+          tails of all ranks are no less under a. For then any stage map ends its actions at the same time (S2), and a
+          step is the greatest end + tail; and the dealt map, which depends on these ticks alone (E1), is the same
+                                                                                                     -> dominates()
+    (H3)  the tail of a rank is latency + max(first reduction, all reductions - what can be hidden) + updates, by (S3)
+          and (S5); what can be hidden depends on forward and backward, and is no less with ZeRO than without. So no
+          tail is less where no reduction is, and no update, and the latency that a spares is no more than what any
+          layer's update takes longer: every rank has a layer                                        -> dominates()
+          where nothing is hidden, reduction and update of a layer count as one
+
+ZeRO 1 is what (H2) is for: there k changes the tails alone, and smaller groups mostly lengthen them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+
+from planner.cost import LayerCost, LayoutCosts, Workload, layout_costs
+from planner.search.bounds import may_fit
+from planner.search.segments import LayerModes, allowed_modes
+from planner.search.space import Family, Zero
+from planner.spec.profile import RecomputeMode
+
+Priced = tuple[int, Zero, LayoutCosts, tuple[LayerModes, ...]]
+"""Place in the family, what it is, its costs, and the choices of every layer."""
+
+
+def worth_opening(work: Workload, family: Family, wish: tuple[str, ...]) -> list[Priced]:
+    """Every way to share out the states that may fit with one micro-batch in flight, and that none dominates."""
+    kept: list[Priced] = []
+    for one in worth_pricing(work, family, wish):
+        if not any(each[1].stage == one[1].stage and dominates(each[2], one[2]) for each in kept):
+            kept.append(one)
+    for plain, sharded in pairwise(kept):
+        if plain[1].stage == 0 and sharded[1].stage == 1 and dominates(sharded[2], plain[2], strictly=True):
+            kept.remove(plain)
+    return kept
+
+
+def worth_pricing(work: Workload, family: Family, wish: tuple[str, ...]) -> Iterator[Priced]:
+    """Those that may fit, larger groups first: equation (H1)."""
+    overflows = set()
+    for place, zero in enumerate(family.zeros):
+        if zero.stage in overflows:
+            continue
+        costs = layout_costs(work, family.layout(zero, family.orders[0]))
+        modes = allowed_modes(costs, wish)
+        if may_fit(costs, modes, (1,) * family.pipeline):
+            yield place, zero, costs, modes
+        elif not costs.shared:
+            overflows.add(zero.stage)
+
+
+def dominates(better: LayoutCosts, worse: LayoutCosts, *, strictly: bool = False) -> bool:
+    """Is every stage map no slower, and no leaner, under `worse`? Equations (H2) and (H3).
+
+    Args:
+        better: of the same family.
+        worse: of it too, with the same ZeRO stage, or none.
+        strictly: and slower under it.
+    """
+    if better.shared:
+        return False
+    pairs = {(id(a), id(b)): (a, b) for a, b in zip(worse.layers, better.layers, strict=True)}
+    longer = [_longer(*pair, costs=worse) for pair in pairs.values()]
+    if None in longer:
+        return False
+    least = min(each for each in longer if each is not None)
+    gained = better.reduction_latency_ticks - worse.reduction_latency_ticks
+    return least >= gained and (not strictly or any(longer) or gained < 0)
+
+
+def _longer(
+    worse: Mapping[RecomputeMode, LayerCost], better: Mapping[RecomputeMode, LayerCost], *, costs: LayoutCosts
+) -> int | None:
+    """Ticks by which a layer lengthens every tail; None where it may not, or is faster or leaner."""
+    pairs = [(worse[mode], better[mode]) for mode in worse]
+    for a, b in pairs:
+        if (a.forward_ticks, a.backward_ticks) != (b.forward_ticks, b.backward_ticks) or a.ogp_bytes < b.ogp_bytes:
+            return None
+    a, b = pairs[0]
+    reduction, update = a.reduction_ticks - b.reduction_ticks, a.optimizer_ticks - b.optimizer_ticks
+    framework = costs.work.framework
+    if not (framework.overlaps_reduction or framework.overlaps_gathers):
+        return reduction + update if reduction + update >= 0 else None
+    return update if reduction >= 0 and update >= 0 else None
