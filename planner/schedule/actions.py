@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import NamedTuple, Self
 
 from planner.errors import ScheduleError
@@ -57,6 +58,17 @@ class Action(NamedTuple):
             )
         stage, kind, micro_batch = match.groups()
         return cls(int(stage), ActionKind(kind), int(micro_batch))
+
+
+_new_action: Callable[[tuple[int, ActionKind, int]], Action] = partial(tuple.__new__, Action)
+
+
+def actions_of(kind: ActionKind, units: Iterable[tuple[int, int]]) -> list[Action]:
+    """One action of this kind for every (stage, micro-batch).
+
+    Large schedules are made so: a named tuple's own constructor takes three times as long.
+    """
+    return list(map(_new_action, [(stage, kind, micro_batch) for stage, micro_batch in units]))
 
 
 @contextmanager

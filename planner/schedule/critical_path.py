@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from planner.errors import LayoutError
 from planner.schedule.actions import Schedule
 from planner.schedule.durations import Durations
-from planner.schedule.graph import NOTHING, WORKS, Graph, check_stages, graph_of
+from planner.schedule.graph import Graph, check_stages, graph_of
+from planner.schedule.needs import NOTHING, WORKS
 
 _WORKS = (
     "forward",
@@ -32,7 +33,7 @@ _WORKS = (
     "paired_forward",
     "paired_backward",
 )
-"""Counts of a path in the order of `planner.schedule.graph`'s works."""
+"""Counts of a path in the order of `planner.schedule.needs`' works."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ def critical_path(
     )
 
 
-def _count(graph: Graph, durations: Durations, ends: list[float], last: int) -> tuple[list[int], list[int]]:
+def _count(graph: Graph, durations: Durations, ends: Sequence[float], last: int) -> tuple[list[int], list[int]]:
     """Walk back from an action along what each one really waited for; how often each work and transfer is met."""
     seconds = durations.of_transfers()
     works, transfers = [0] * (WORKS * graph.stages * graph.chunks), [0] * len(seconds)

@@ -86,7 +86,7 @@ class Durations:
         return self.recompute[stage * self.sequence_chunks + unit % self.sequence_chunks]
 
     def of_actions(self, chunks: int = 1) -> list[float]:
-        """Times by ``(work * stages + stage) * chunks + chunk``, the works in the order of `planner.schedule.graph`.
+        """Times by ``(work * stages + stage) * chunks + chunk``, the works in the order of `planner.schedule.needs`.
 
         Times given per stage hold for each of its chunks.
         """

@@ -7,12 +7,15 @@ times are the longest paths of the schedule's graph, so one pass over the action
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from planner.schedule.actions import Action, Schedule
 from planner.schedule.durations import Durations
-from planner.schedule.graph import NOTHING, Graph, check_stages, graph_of
+from planner.schedule.graph import Graph, Times, check_stages, graph_of
 from planner.schedule.in_flight import in_flight
+from planner.schedule.needs import NOTHING
 from planner.schedule.transfers import Flow, Transfer, TransferMode, transfers_of
 
 
@@ -25,19 +28,41 @@ class Event:
     end_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Simulation:
-    """When every action of a schedule runs. Times are in the unit of the durations, from the step's start."""
+    """When every action of a schedule runs. Times are in the unit of the durations, from the step's start.
+
+    Most callers want the ends of the ranks alone, so whatever tells of every action is made when it is asked for.
+    """
 
     schedule: Schedule
     durations: Durations
-    start_seconds: tuple[tuple[float, ...], ...]
-    """Per rank and action of the schedule."""
-    finish_seconds: tuple[tuple[float, ...], ...]
-    """Per rank and action of the schedule."""
-    busy_seconds: tuple[float, ...]
-    """Per rank: time spent in actions, recompute included."""
+    graph: Graph = field(repr=False)
+    times: Times = field(repr=False, compare=False)
+    """Of the graph's nodes."""
     transfer_mode: TransferMode = TransferMode.OVERLAPPED
+
+    @cached_property
+    def start_seconds(self) -> tuple[tuple[float, ...], ...]:
+        """Per rank and action of the schedule."""
+        return self._by_action(self.times[0])
+
+    @cached_property
+    def finish_seconds(self) -> tuple[tuple[float, ...], ...]:
+        """Per rank and action of the schedule."""
+        return self._by_action(self.times[1])
+
+    def _by_action(self, times: Sequence[float]) -> tuple[tuple[float, ...], ...]:
+        return tuple(tuple([times[node] for node in nodes]) for nodes in self.graph.rank_actions)
+
+    @cached_property
+    def busy_seconds(self) -> tuple[float, ...]:
+        """Per rank: time spent in actions, recompute included."""
+        works, lengths = self.graph.work, self.durations.of_actions(self.graph.chunks)
+        return tuple(
+            sum([lengths[works[node]] for node in nodes]) + _recomputing(self.schedule, self.durations, rank)
+            for rank, nodes in enumerate(self.graph.rank_actions)
+        )
 
     @property
     def events(self) -> tuple[tuple[Event, ...], ...]:
@@ -52,7 +77,8 @@ class Simulation:
     @property
     def end_seconds(self) -> tuple[float, ...]:
         """Per rank: end of its last action."""
-        return tuple(ends[-1] for ends in self.finish_seconds)
+        ends = self.times[1]
+        return tuple(ends[nodes[-1]] for nodes in self.graph.rank_actions)
 
     @property
     def makespan(self) -> float:
@@ -65,7 +91,8 @@ class Simulation:
 
         It is the cost of Qi et al. 2023: consecutive steps then tile like parallelograms.
         """
-        return max(ends[-1] - starts[0] for starts, ends in zip(self.start_seconds, self.finish_seconds, strict=True))
+        starts, ends = self.times
+        return max(ends[nodes[-1]] - starts[nodes[0]] for nodes in self.graph.rank_actions)
 
     @property
     def bubble_fraction(self) -> float:
@@ -96,7 +123,7 @@ class Simulation:
     @property
     def critical_actions(self) -> tuple[Action, ...]:
         """One longest chain of actions, first to last, each waiting for the one before or for what it sent."""
-        graph = graph_of(self.schedule)
+        graph = self.graph
         flow = Flow.of(graph, self.durations, self.transfer_mode)
         last = max(range(self.schedule.ranks), key=self.end_seconds.__getitem__)
         named = {
@@ -135,22 +162,9 @@ def simulate(
     check_stages(schedule, durations)
     graph = graph_of(schedule)
     if transfer_mode is TransferMode.OVERLAPPED:
-        starts, ends = graph.earliest(durations)
-    else:
-        flow = Flow.of(graph, durations, transfer_mode)
-        starts, ends = flow.starts, flow.ends
-    lengths = durations.of_actions(graph.chunks)
-    return Simulation(
-        schedule=schedule,
-        durations=durations,
-        start_seconds=tuple(tuple([starts[action] for action in actions]) for actions in graph.rank_actions),
-        finish_seconds=tuple(tuple([ends[action] for action in actions]) for actions in graph.rank_actions),
-        busy_seconds=tuple(
-            sum([lengths[graph.work[action]] for action in actions]) + _recomputing(schedule, durations, rank)
-            for rank, actions in enumerate(graph.rank_actions)
-        ),
-        transfer_mode=transfer_mode,
-    )
+        return Simulation(schedule, durations, graph, graph.earliest(durations))
+    flow = Flow.of(graph, durations, transfer_mode)
+    return Simulation(schedule, durations, graph, (flow.starts, flow.ends), transfer_mode)
 
 
 def _recomputing(schedule: Schedule, durations: Durations, rank: int) -> float:

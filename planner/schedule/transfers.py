@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 from planner.schedule.actions import Action, ActionKind
 from planner.schedule.durations import Durations
-from planner.schedule.graph import NOTHING, Graph
+from planner.schedule.graph import Graph
+from planner.schedule.needs import NOTHING
 
 if TYPE_CHECKING:
     from planner.schedule.simulate import Simulation

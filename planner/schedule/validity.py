@@ -5,32 +5,34 @@
     in sequence chunk c's forward stands after chunk c - 1's (its attention reads their keys and values), and its
                 backward after chunk c + 1's (it gathers their gradients)
 
-The checks look at whole lists at a time, since they run over every action of every schedule; only once something is
-known to be wrong do slow searches find the two actions to name.
+The checks look at whole columns at a time (`planner.schedule.columns`), since they run over every action of every
+schedule; only once something is known to be wrong do slow searches find the two actions to name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from operator import le, lt
+from collections.abc import Sequence
+
+import numpy as np
 
 from planner.errors import ScheduleError
-from planner.schedule.actions import Action, ActionKind, Schedule
-
-KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
-_FLIPPED = bytes((1, 0)) + bytes(254)
+from planner.schedule.actions import Action, Schedule
+from planner.schedule.columns import KINDS, Columns, Numbers
 
 
-def check_schedule(schedule: Schedule) -> None:
-    """Raise `ScheduleError` unless the schedule is complete and each rank's list in order; names two actions."""
+def check_schedule(schedule: Schedule) -> Columns:
+    """The schedule's columns; raise `ScheduleError` unless it is complete and each rank's list in order.
+
+    The error names two actions.
+    """
     _check_shape(schedule)
-    for rank, actions in enumerate(schedule.actions):
-        _check_places(schedule, rank, actions)
-    places = _places(schedule)
+    columns = _columns(schedule)
+    places = _places(schedule, columns)
     _check_complete(schedule, places)
     _check_order(schedule, places)
     if schedule.sequence_chunks > 1:
         _check_sequence(schedule, places)
+    return columns
 
 
 def wrong(message: str, mend: str) -> ScheduleError:
@@ -47,16 +49,31 @@ def _check_shape(schedule: Schedule) -> None:
         )
 
 
-def _check_places(schedule: Schedule, rank: int, actions: Sequence[Action]) -> None:
-    if not actions:
-        return
-    stages = {stage for stage, _, _ in actions}
-    units = {unit for _, _, unit in actions}
-    is_known = min(stages) >= 0 and max(stages) < schedule.stages and min(units) >= 0 and max(units) < schedule.units
-    if is_known and not schedule.replica_ranks and all(schedule.stage_ranks[stage] == rank for stage in stages):
-        return
-    for action in actions:
-        _check_place(schedule, rank, action)
+def _columns(schedule: Schedule) -> Columns:
+    """The columns of a schedule whose actions stand on their own ranks, in range."""
+    try:
+        columns = Columns.of(schedule)
+    except OverflowError:  # a number far out of range: the slow search names it
+        _check_each_place(schedule)
+        raise
+    stages, units = columns.stages, columns.units
+    in_range = (stages >= 0) & (stages < schedule.stages) & (units >= 0) & (units < schedule.units)
+    owners = np.array(schedule.stage_ranks)
+    if not in_range.all():
+        _check_each_place(schedule)
+    if schedule.replica_ranks:
+        owners = np.where(2 * units >= schedule.units, np.array(schedule.replica_ranks)[stages], owners[stages])
+    else:
+        owners = owners[stages]
+    if not np.array_equal(owners, columns.ranks):
+        _check_each_place(schedule)
+    return columns
+
+
+def _check_each_place(schedule: Schedule) -> None:
+    for rank, actions in enumerate(schedule.actions):
+        for action in actions:
+            _check_place(schedule, rank, action)
 
 
 def _check_place(schedule: Schedule, rank: int, action: Action) -> None:
@@ -72,48 +89,32 @@ def _check_place(schedule: Schedule, rank: int, action: Action) -> None:
         )
 
 
-class _Places:
+def _places(schedule: Schedule, columns: Columns) -> Numbers:
     """Place of every action in its rank's list, from 1, by kind and ``stage * units + unit``; 0: it is nowhere."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        size = schedule.stages * schedule.units
-        self._units, self._size = schedule.units, size
-        self._start = {kind: index * size for index, kind in enumerate(KINDS)}
-        self._all = [0] * (len(KINDS) * size)
-
-    def add(self, rank: int, actions: Sequence[Action]) -> None:
-        """Take a rank's list in."""
-        start, units, places = self._start, self._units, self._all
-        for place, (stage, kind, unit) in enumerate(actions, 1):
-            index = start[kind] + stage * units + unit
-            if places[index]:
-                raise wrong(
-                    f"{actions[places[index] - 1]} and again {actions[place - 1]} stand on rank {rank}.",
-                    "run every action once.",
-                )
-            places[index] = place
-
-    def of(self, kind: ActionKind) -> list[int]:
-        """Places of one kind."""
-        return self._all[self._start[kind] : self._start[kind] + self._size]
+    size = schedule.stages * schedule.units
+    places = np.zeros(len(KINDS) * size, dtype=np.int64)
+    places[columns.kinds * size + columns.stages * schedule.units + columns.units] = columns.places + 1
+    if np.count_nonzero(places) < len(columns.places):
+        for rank, actions in enumerate(schedule.actions):
+            _check_once(rank, actions)
+    return places.reshape(len(KINDS), size)
 
 
-def _places(schedule: Schedule) -> list[list[int]]:
-    """Places by kind, in the order of `KINDS`."""
-    places = _Places(schedule)
-    for rank, actions in enumerate(schedule.actions):
-        places.add(rank, actions)
-    return [places.of(kind) for kind in KINDS]
+def _check_once(rank: int, actions: Sequence[Action]) -> None:
+    seen: set[Action] = set()
+    for action in actions:
+        if action in seen:
+            raise wrong(f"{action} and again {action} stand on rank {rank}.", "run every action once.")
+        seen.add(action)
 
 
-def _check_complete(schedule: Schedule, places: list[list[int]]) -> None:
-    forwards, backwards, inputs, weights = (bytes(map(bool, each)) for each in places)
-    if all(forwards) and inputs == weights and backwards == inputs.translate(_FLIPPED):
-        return
-    for index, present in enumerate(zip(forwards, backwards, inputs, weights, strict=True)):
-        if present not in ((1, 1, 0, 0), (1, 0, 1, 1)):
-            lack = _describe_lack(present, *divmod(index, schedule.units))
-            raise wrong(lack, "run F, and then either B, or I and W, of every micro-batch.")
+def _check_complete(schedule: Schedule, places: Numbers) -> None:
+    forwards, backwards, inputs, weights = places > 0
+    lacking = np.flatnonzero(~(forwards & (backwards ^ inputs) & (inputs == weights)))
+    if len(lacking):
+        present = tuple(map(int, places[:, lacking[0]] > 0))
+        lack = _describe_lack(present, *divmod(int(lacking[0]), schedule.units))
+        raise wrong(lack, "run F, and then either B, or I and W, of every micro-batch.")
 
 
 def _describe_lack(present: tuple[int, ...], stage: int, unit: int) -> str:
@@ -126,19 +127,14 @@ def _describe_lack(present: tuple[int, ...], stage: int, unit: int) -> str:
     return f"{' and '.join(lacking)} is missing" + (f", though {existing[0]} is there." if existing else ".")
 
 
-def _check_order(schedule: Schedule, places: list[list[int]]) -> None:
+def _check_order(schedule: Schedule, places: Numbers) -> None:
     """F before B or I, and I before W, of each stage and unit; places that are 0 stand for no action."""
     forwards, backwards, inputs, weights = places
-    if all(map(lt, forwards, map(max, backwards, inputs))) and all(map(le, inputs, weights)):
-        return
     for early, late, kinds in ((forwards, backwards, "FB"), (forwards, inputs, "FI"), (inputs, weights, "IW")):
-        for index in _disordered(early, late):
-            stage, unit = divmod(index, schedule.units)
+        disordered = np.flatnonzero((late > 0) & (early > late))
+        if len(disordered):
+            stage, unit = divmod(int(disordered[0]), schedule.units)
             raise _misplaced(schedule, f"{stage}{kinds[1]}{unit}", f"{stage}{kinds[0]}{unit}", stage, unit)
-
-
-def _disordered(early: Sequence[int], late: Sequence[int]) -> Iterator[int]:
-    return (index for index, (a, b) in enumerate(zip(early, late, strict=True)) if b and a > b)
 
 
 def _misplaced(schedule: Schedule, late: str, early: str, stage: int, unit: int) -> ScheduleError:
@@ -146,16 +142,19 @@ def _misplaced(schedule: Schedule, late: str, early: str, stage: int, unit: int)
     return wrong(f"{late} stands before {early} on rank {rank}.", f"move {early} before {late}.")
 
 
-def _check_sequence(schedule: Schedule, places: list[list[int]]) -> None:
+def _check_sequence(schedule: Schedule, places: Numbers) -> None:
     """Chunks of one micro-batch forward in order, backward in reverse."""
+    chunks = schedule.sequence_chunks
     forwards, backwards, inputs, _ = places
-    gradients = list(map(max, backwards, inputs))
-    for index in range(1, len(forwards)):
-        if index % schedule.sequence_chunks == 0:
-            continue
-        stage, unit = divmod(index, schedule.units)
-        if forwards[index] < forwards[index - 1]:
-            raise _misplaced(schedule, f"{stage}F{unit}", f"{stage}F{unit - 1}", stage, unit)
-        if gradients[index] > gradients[index - 1]:
-            late, early = ("B" if backwards[at] else "I" for at in (index - 1, index))
-            raise _misplaced(schedule, f"{stage}{late}{unit - 1}", f"{stage}{early}{unit}", stage, unit)
+    late_forwards = np.diff(forwards.reshape(-1, chunks)) < 0
+    late_gradients = np.diff(np.maximum(backwards, inputs).reshape(-1, chunks)) > 0
+    late = np.argwhere(late_forwards | late_gradients)
+    if not len(late):
+        return
+    row, chunk = map(int, late[0])
+    index = row * chunks + chunk + 1
+    stage, unit = divmod(index, schedule.units)
+    if late_forwards[row, chunk]:
+        raise _misplaced(schedule, f"{stage}F{unit}", f"{stage}F{unit - 1}", stage, unit)
+    behind, before = ("B" if backwards[at] else "I" for at in (index - 1, index))
+    raise _misplaced(schedule, f"{stage}{behind}{unit - 1}", f"{stage}{before}{unit}", stage, unit)

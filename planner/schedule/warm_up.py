@@ -6,11 +6,10 @@ it takes its units, and how long it puts off weight gradients.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
-from planner.schedule.actions import Action, ActionKind
+from planner.schedule.actions import Action, ActionKind, actions_of
 from planner.schedule.entry import Shape
 
 Unit = tuple[int, int]
@@ -45,25 +44,28 @@ def one_forward_one_backward(forwards: Sequence[Unit], backwards: Sequence[Unit]
     A warm-up longer than the number of units is all forwards, then all backwards.
     """
     ahead = min(warm_up, len(forwards))
-    forward_actions = [Action(stage, ActionKind.FORWARD, micro_batch) for stage, micro_batch in forwards]
-    backward_actions = [Action(stage, ActionKind.BACKWARD, micro_batch) for stage, micro_batch in backwards]
+    forward_actions = actions_of(ActionKind.FORWARD, forwards)
+    backward_actions = actions_of(ActionKind.BACKWARD, backwards)
     steady = chain.from_iterable(zip(forward_actions[ahead:], backward_actions, strict=False))
     return (*forward_actions[:ahead], *steady, *backward_actions[len(forwards) - ahead :])
 
 
-def split_backwards(actions: Iterable[Action], delay: int) -> tuple[Action, ...]:
+def split_backwards(actions: Sequence[Action], delay: int) -> tuple[Action, ...]:
     """Split every full backward, and put weight gradients off by `delay` backwards.
 
     The k-th input gradient is followed by the weight gradient of the (k - delay)-th; what is left stands at the end.
     """
+    backwards = [(stage, micro_batch) for stage, kind, micro_batch in actions if kind is ActionKind.BACKWARD]
+    inputs = iter(actions_of(ActionKind.BACKWARD_INPUT, backwards))
+    weights = iter(actions_of(ActionKind.BACKWARD_WEIGHT, backwards))
     split: list[Action] = []
-    put_off: deque[Action] = deque()
+    put_off = 0
     for action in actions:
         if action.kind is not ActionKind.BACKWARD:
             split.append(action)
             continue
-        split.append(Action(action.stage, ActionKind.BACKWARD_INPUT, action.micro_batch))
-        put_off.append(Action(action.stage, ActionKind.BACKWARD_WEIGHT, action.micro_batch))
-        if len(put_off) > delay:
-            split.append(put_off.popleft())
-    return (*split, *put_off)
+        split.append(next(inputs))
+        put_off += 1
+        if put_off > delay:
+            split.append(next(weights))
+    return (*split, *weights)

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.errors import LayoutError, ScheduleError
-from planner.schedule import Action, Durations, Schedule, build, simulate
+from planner.schedule import Action, Durations, Schedule, Simulation, build, simulate
+from planner.schedule.graph import graph_of, make_graph
 
 from .strategies import durations_of, recomputing, schedules, seconds_of, slow_ends
 
@@ -32,6 +33,42 @@ def test_times_are_the_earliest(data: st.DataObject) -> None:
         event.end_seconds - event.start_seconds == seconds_of(schedule, event.action, durations) for event in events
     )
     assert made.makespan == max(expected.values())
+
+
+@given(st.data())
+def test_level_by_level_is_one_by_one(data: st.DataObject) -> None:
+    """Wide graphs, whose times are found for all ranks at once, give what narrow ones give, as plain whole numbers."""
+    schedule = data.draw(schedules)
+    durations = data.draw(durations_of(schedule.stages, data.draw(st.sampled_from((1, schedule.sequence_chunks)))))
+    found = []
+    for by_levels in (False, True):
+        graph = make_graph(schedule, by_levels=by_levels)
+        assert (graph.levels is not None) is by_levels
+        made = Simulation(schedule, durations, graph, graph.earliest(durations))
+        found.append((made.start_seconds, made.finish_seconds, made.busy_seconds, made.span, made.critical_actions))
+        assert all(type(seconds) is int for row in made.finish_seconds for seconds in row)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("lasting", [0.1, Fraction(1, 3), 2**60, 2**70])
+def test_wide_graphs_stay_exact(lasting: float) -> None:
+    """What does not add up within 64-bit whole numbers is added one by one, and comes out as it went in."""
+    schedule = build("1f1b", ranks=16, micro_batches=64)
+    durations = Durations.uniform(16, forward=lasting, backward_input=lasting, backward_weight=0)
+    wide, narrow = (make_graph(schedule, by_levels=each).earliest(durations)[1] for each in (True, False))
+    assert max(wide) == max(narrow)
+    assert type(max(wide)) is type(lasting)
+
+
+def test_a_wide_pipeline() -> None:
+    """64 ranks and 512 micro-batches of 1F1B take the closed form's time, and dead-locks are named there, too."""
+    schedule = build("1f1b", ranks=64, micro_batches=512)
+    assert graph_of(schedule).levels is not None
+    assert simulate(schedule, Durations.uniform(64, forward=7)).makespan == (512 + 63) * (7 + 2)
+    first, *others = schedule.actions
+    early = (first[0], first[64], *first[1:64], *first[65:])
+    with pytest.raises(ScheduleError, match=r"dead-lock: 0B0 on rank 0 waits for 1B0, .* behind 1F1"):
+        simulate(dataclasses.replace(schedule, actions=(early, *others)), Durations.uniform(64))
 
 
 @given(st.data())
