@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterable
 from typing import Any
 
-from planner.spec import MeasuredRun, Plan
+from planner.spec import Layout, MeasuredRun, Plan
 from profiler import catalogue
 
 COLUMNS = (
@@ -40,15 +40,21 @@ def rows_text(runs: Iterable[tuple[int, str, str]]) -> str:
 
 def row_of(plan: Plan, run: MeasuredRun, number: int) -> Row | None:
     """One run; None where calibration can tell nothing from it: it needs a transformer of the catalogue, whose
-    dimensions are known, on a device of the catalogue, and one recompute mode for all layers."""
-    device = plan.request.cluster.node_groups[0].device
+    dimensions are known, on one device of the catalogue, with one recompute mode for all layers and ranks that act
+    alike, node by node."""
+    device, *others = (group.device for group in plan.cluster.node_groups)
     shape = _shape(plan.request.model)
     _, *blocks, _ = (layer.recompute for stage in plan.stages for layer in stage.layers)  # embedding and head apart
     modes = set(blocks)
-    if shape is None or not isinstance(device, str) or len(modes) != 1:
+    if shape is None or not isinstance(device, str) or others or len(modes) != 1 or not _acts_alike(plan.layout):
         return None
     told = {"source_id": f"measurement-{number}", "hardware": device, "recompute": modes.pop()}
     return shape | _layout(plan) | _measured(run) | told
+
+
+def _acts_alike(layout: Layout) -> bool:
+    """Rows have no words for replicas with shares of their own, nor for another order of the ranks."""
+    return not layout.has_uneven_shares and layout.rank_order == Layout().rank_order
 
 
 def _shape(model: str | None) -> Row | None:

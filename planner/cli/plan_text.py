@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 from planner.cli.console import bar, bold, table
 from planner.cli.units import GIB, gibibytes, percent, scaled, seconds
@@ -18,7 +19,7 @@ def plan_text(plan: Plan) -> str:
     """Layout, stages, prediction, memory, proof and alternatives."""
     parts = [
         f"{bold('plan')} {plan.id[:12]}  {_subject(plan)}",
-        f"{bold('layout')} {layout_line(plan.layout)}, {plan.micro_batches} micro-batches",
+        f"{bold('layout')} {layout_line(plan.layout)}, {_micro_batches(plan)}",
         *_prediction(plan.prediction),
         *([f"{bold('price')} {_price(plan.cost_per_token)} per million {_unit(plan)}"] if plan.cost_per_token else []),
         _stages(plan.stages),
@@ -37,7 +38,7 @@ def plan_text(plan: Plan) -> str:
 def forecast_text(forecast: Forecast) -> str:
     """Prediction of one given layout, and whether it fits."""
     parts = [
-        f"{bold('layout')} {layout_line(forecast.layout)}, {forecast.micro_batches} micro-batches",
+        f"{bold('layout')} {layout_line(forecast.layout)}, {_micro_batches(forecast)}",
         *_prediction(forecast.prediction),
         _stages(forecast.stages),
         _memory(forecast.prediction.memory),
@@ -70,7 +71,22 @@ def layout_line(layout: Layout) -> str:
         words.append(f"ZeRO {layout.zero_stage}{group}")
     if layout.sequence_parallel:
         words.append("sequence parallel")
+    if layout.rank_order != Layout().rank_order:
+        words.append(f"rank order {layout.rank_order}")
+    if layout.micro_batch_shares is not None:
+        words.append(f"shares {_sum(layout.micro_batch_shares)}")
     return ", ".join(words)
+
+
+def _sum(shares: Sequence[int]) -> str:
+    """``(3, 3, 3, 1)`` -> ``3 x 3 + 1``."""
+    runs = [(share, len(list(equal))) for share, equal in groupby(shares)]
+    return " + ".join(f"{count} x {share}" if count > 1 else str(share) for share, count in runs)
+
+
+def _micro_batches(found: Plan | Forecast) -> str:
+    """Of every data-parallel rank, or of the one that has most."""
+    return f"{'up to ' if found.layout.has_uneven_shares else ''}{found.micro_batches} micro-batches"
 
 
 def proof_line(search: SearchReport) -> str:

@@ -66,7 +66,9 @@ def _memory(plan: Plan, measured: MeasuredRun) -> str:
         )
         for rank in measured.ranks
     ]
-    return table(("rank", "pipeline rank", "predicted peak", "measured peak", "predicted is off by"), rows)
+    found = table(("rank", "pipeline rank", "predicted peak", "measured peak", "predicted is off by"), rows)
+    differ = plan.layout.has_uneven_shares or len(plan.cluster.node_groups) > 1
+    return f"{found}\npredicted for the replica that has the least room" if differ else found
 
 
 def _off(predicted: float, measured: float) -> str:

@@ -55,9 +55,7 @@ def check_shares(plan: Plan) -> None:
         LayoutError: the shares are not those of the global batch.
     """
     shares = plan.layout.shares(plan.request.job.global_batch_size)
-    if len(set(shares)) == 1:
-        return
-    for field, value, reason, mend in _meetings(plan):
+    for field, value, reason, mend in _meetings(plan) if plan.layout.has_uneven_shares else ():
         raise UnsupportedError(
             f"{field}({value}) does not go with the unequal micro_batch_shares {list(shares)}: {reason}.",
             field=f"layout.{field}",

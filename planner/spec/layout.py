@@ -79,6 +79,11 @@ class Layout(Document):
             * self.context_parallel_degree
         )
 
+    @property
+    def has_uneven_shares(self) -> bool:
+        """Some data-parallel rank runs more micro-batches than another."""
+        return len(set(self.micro_batch_shares or ())) > 1
+
     def micro_batches(self, global_batch_size: int) -> int:
         """Micro-batches of one data-parallel rank and step; of the one that has most, where they have shares.
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from api.calibration import rows_text
+from api.calibration import row_of, rows_text
 from api.settings import Settings
 from api.store import Store
 from planner.cli.inputs import catalogue_profile
@@ -81,6 +81,15 @@ def test_rows_say_what_plan_and_run_said(model: str, layout: dict[str, object], 
     assert (run.device, run.devices, run.framework.name) == ("a100-sxm4-40gb", 8, "planner")
     assert (run.sequence_length, run.global_batch_size) == (1024, 64)
     assert (run.step_seconds, run.memory_bytes) == (STEP_SECONDS, PEAK_BYTES)
+
+
+@pytest.mark.parametrize("change", [{"rank_order": "tp-cp-pp-dp"}, {"micro_batch_shares": (40, 24)}])
+def test_ranks_that_do_not_act_alike_are_left_out(change: dict[str, object]) -> None:
+    """A row has no words for their shares, nor for their order."""
+    plan = planned("gpt2", data_parallel_degree=2, pipeline_parallel_degree=4)
+    assert row_of(plan, run_of(plan), 1) is not None
+    other = plan.model_copy(update={"layout": plan.layout.model_copy(update=change)})
+    assert row_of(other, run_of(plan), 1) is None
 
 
 def test_what_calibration_cannot_use_is_left_out(settings: Settings, journal: Path) -> None:

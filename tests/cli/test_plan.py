@@ -162,6 +162,8 @@ def test_layout_line_leaves_out_what_is_not_used() -> None:
     rich = Layout(expert_parallel_degree=2, virtual_stages_per_rank=3, zero_stage=1, sequence_parallel=True)
     assert layout_line(rich).endswith("recompute none, 3 stages per rank, ZeRO 1, sequence parallel")
     assert "expert 2" in layout_line(rich)
+    spread = Layout(data_parallel_degree=4, rank_order="tp-cp-pp-dp", micro_batch_shares=(3, 3, 1, 2))
+    assert layout_line(spread).endswith("recompute none, rank order tp-cp-pp-dp, shares 2 x 3 + 1 + 2")
 
 
 def test_proof_line_tells_the_gap() -> None:
