@@ -149,7 +149,9 @@ def _worked_on(count: int, forward: int, backward: int, warm_up: Sequence[int]) 
 
 
 def room_bytes(costs: LayoutCosts) -> int:
-    """What OGP, activations and the layers' own temporaries of a device may take together."""
+    """What OGP, activations and the layers' own temporaries of a device may take together; of several, the most."""
+    if parts := costs.columns or costs.ranks:
+        return max(map(room_bytes, parts))
     workspace = int(costs.work.constants.workspace_bytes)
     return costs.work.capacity_bytes - reserved_bytes(costs.work) - costs.gathered_bytes - workspace
 

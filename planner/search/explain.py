@@ -186,8 +186,7 @@ def misses(found: Found) -> tuple[Miss, ...]:
 
 def _miss(costs: LayoutCosts) -> Miss:
     wish = recompute_wish(costs.work.job.constraints.get("recompute"))
-    rank, needed = least_memory(costs, allowed_modes(costs, wish))
-    capacity = costs.work.capacity_bytes
+    rank, needed, capacity = least_memory(costs, allowed_modes(costs, wish))
     return Miss(
         layout=costs.layout.model_copy(update={"recompute": "per-layer"}),
         pipeline_rank=rank,

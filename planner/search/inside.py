@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
 
 import numpy as np
 
@@ -25,20 +24,19 @@ from planner.cost import (
     choose,
     durations,
     evaluate,
-    schedule_of,
     tail_ticks,
 )
-from planner.schedule import Schedule, critical_path, in_flight_per_stage
+from planner.schedule import critical_path
 from planner.search.bounds import BOUNDED, lower_bound, room_bytes, warm_ups
-from planner.search.paths import Cut, Path, Ways, most_even, segment_bounds
+from planner.search.lanes import UNBOUNDED_BYTES, Lane, in_flight, lanes_of
+from planner.search.paths import Cut, Path, Ways, most_even
 from planner.search.recompute import cheapest_modes
-from planner.search.segments import LayerModes, Segments, Table
+from planner.search.segments import LayerModes, Mask, Segments, Table
 from planner.search.stages import Effort, choose_segments
 from planner.search.windows import Kinds, Windows, windows_of
 from planner.spec.profile import RecomputeMode
 
 NO_LIMIT = 2**53
-_UNBOUNDED_BYTES = 2**55
 
 _TRIALS = (1.03, 1.12, 1.4)
 """Limits, in lower bounds of a layout, that are tried before the real one: a low limit leaves few segments to price."""
@@ -86,22 +84,22 @@ class LayoutSearch:
         limit_ticks: int = NO_LIMIT,
         must_fit: bool = True,
     ) -> None:
-        room = room_bytes(costs) if must_fit else _UNBOUNDED_BYTES
+        room = room_bytes(costs) if must_fit else UNBOUNDED_BYTES
         self.costs = costs
-        units = in_flight(costs)
-        windows = windows_of(costs, Kinds.of(modes), units, room, limit_ticks)
+        windows = windows_of(costs, Kinds.of(modes), in_flight(costs), room, limit_ticks)
         self.limit = limit_ticks
         self.bound = 0
         self.best: tuple[StageMap, Step] | None = None
         self.is_empty = windows.is_empty
-        self.segments = Segments(costs, modes, units, room, windows)
-        self.open = np.zeros(0, bool) if self.is_empty else self.segments.fits.copy()
-        self._cuts: list[Cut] = []
+        self.lanes = lanes_of(costs, modes, windows, must_fit=must_fit)
+        fits = [np.zeros(0, bool) if self.is_empty else lane.segments.fits for lane in self.lanes]
+        self.open: Mask = np.logical_and.reduce(fits)
+        self._cuts: list[tuple[Lane, Cut]] = []
 
-    @cached_property
-    def schedule(self) -> Schedule:
-        """Built only when a stage map is simulated: most layouts are excluded by their bounds before."""
-        return schedule_of(self.costs)
+    @property
+    def segments(self) -> Segments:
+        """Of the first lane: what does not depend on the lane."""
+        return self.lanes[0].segments
 
     def start(self) -> None:
         """Bound the layout and strike out segments: equations (H2) and (H3)."""
@@ -118,16 +116,15 @@ class LayoutSearch:
             self.open &= ~struck
 
     def _segment_bounds(self) -> Table:
-        count = self.costs.micro_batches
-        if self.costs.layout.schedule in BOUNDED:
-            return segment_bounds(self.segments, self.open, warm_ups(self.costs), count)
-        return count * (self.segments.forward + self.segments.backward)
+        """Equation (H4)."""
+        table: Table = np.maximum.reduce([lane.bounds(self.open) for lane in self.lanes])
+        return table
 
     def tighten(self) -> None:
         """Strike out what no cut found so far lets beat the limit: equation (H2)."""
         self.start()
-        for cut in self._cuts:
-            ways = Ways.of(cut.costs(self.segments), self.open)
+        for lane, cut in self._cuts:
+            ways = Ways.of(cut.costs(lane.segments), self.open)
             if ways.least >= self.limit:
                 self.is_empty = True
             if self.is_empty:
@@ -146,18 +143,22 @@ class LayoutSearch:
         stage_map = self._realise(path)
         if stage_map is None:
             return
-        stages = choose(self.costs, stage_map)
-        step = evaluate(self.costs, self.schedule, stages)
-        if step.total_ticks < self.limit:
-            self.best, self.limit = (stage_map, step), step.total_ticks
-        tails = [sum(parts) for parts in tail_ticks(self.costs, stages)]
-        in_ticks = durations(self.costs, stages)
-        for rank in {step.last_rank, 0, self.schedule.ranks - 1}:
-            self._learn(Cut.of(critical_path(self.schedule, in_ticks, tails, rank=rank)))
+        steps = [self._simulate(lane, stage_map) for lane in self.lanes]
+        slowest = max(steps, key=lambda step: step.total_ticks)
+        if slowest.total_ticks < self.limit:
+            self.best, self.limit = (stage_map, slowest), slowest.total_ticks
 
-    def _learn(self, cut: Cut) -> None:
-        if cut not in self._cuts:
-            self._cuts.append(cut)
+    def _simulate(self, lane: Lane, stage_map: StageMap) -> Step:
+        """The step of one lane; its critical paths become cuts."""
+        stages = choose(lane.costs, stage_map)
+        step = evaluate(lane.costs, lane.schedule, stages)
+        tails = [sum(parts) for parts in tail_ticks(lane.costs, stages)]
+        in_ticks = durations(lane.costs, stages)
+        for rank in {step.last_rank, 0, lane.schedule.ranks - 1}:
+            cut = (lane, Cut.of(critical_path(lane.schedule, in_ticks, tails, rank=rank)))
+            if cut not in self._cuts:
+                self._cuts.append(cut)
+        return step
 
     def finish(self, seconds_left: Callable[[], float]) -> Inside:
         """Prove the best stage map, or that none beats the limit."""
@@ -186,7 +187,7 @@ class LayoutSearch:
 
     def _round(self, effort: Effort) -> bool:
         """One solution of the master problem, judged; False when it gave none."""
-        tables = [cut.costs(self.segments) for cut in self._cuts]
+        tables = [cut.costs(lane.segments) for lane, cut in self._cuts]
         proven, bound, path = choose_segments(tables, self.open, self.limit, effort)
         if not path:
             self.is_empty = proven
@@ -208,10 +209,10 @@ class LayoutSearch:
         return tuple(chosen)
 
     def _exact_modes(self, stage: int, x: int, y: int) -> tuple[tuple[int, RecomputeMode], ...] | None:
-        segments = self.segments
-        layers = {layer: segments.modes[layer] for layer in segments.layers(stage, x, y)}
-        room = segments.room_bytes - int(segments.fixed_bytes[stage, x, y])
-        found = cheapest_modes(layers, segments.in_flight[stage], room)
+        segments, own = self.segments, self.segments.on_rank(stage)
+        layers = {layer: own.modes[layer] for layer in own.layers(stage, x, y)}
+        room = own.room_bytes - int(own.fixed_bytes[stage, x, y])
+        found = cheapest_modes(layers, own.in_flight[stage], room)
         if found is None:
             return None
         segments.backward[stage, x, y], segments.is_exact[stage, x, y] = found[0], False
@@ -245,13 +246,6 @@ def first_plan(
     return None
 
 
-def in_flight(costs: LayoutCosts) -> tuple[int, ...]:
-    """Most micro-batches that every rank holds at once; told without building the schedule where that is possible."""
-    if costs.layout.schedule in BOUNDED:
-        return warm_ups(costs)
-    return in_flight_per_stage(schedule_of(costs))
-
-
 def solve_layout(
     costs: LayoutCosts,
     modes: tuple[LayerModes, ...],
@@ -271,12 +265,17 @@ def solve_layout(
     return inside
 
 
-def least_memory(costs: LayoutCosts, modes: tuple[LayerModes, ...]) -> tuple[int, int]:
-    """(pipeline rank, bytes) of the fullest rank under the stage map of least memory, reserved bytes included."""
-    units = in_flight(costs)
-    segments = Segments(costs, modes, units, _UNBOUNDED_BYTES, Windows.everywhere(len(modes), len(units)))
-    found = most_even(segments.least_bytes, segments.is_segment)
+def least_memory(costs: LayoutCosts, modes: tuple[LayerModes, ...]) -> tuple[int, int, int]:
+    """(pipeline rank, bytes, capacity) of the rank with least room left, reserved bytes included, under the stage map
+    that leaves it most."""
+    windows = Windows.everywhere(len(modes), costs.layout.pipeline_parallel_degree)
+    lanes, ranks = lanes_of(costs, modes, windows, must_fit=False), range(costs.layout.pipeline_parallel_degree)
+    room = np.array([[room_bytes(lane.costs.on_rank(rank)) for rank in ranks] for lane in lanes])
+    missing = [lane.segments.least_bytes - own[:, None, None] for lane, own in zip(lanes, room, strict=True)]
+    found = most_even(np.maximum.reduce(missing) + room.max(), lanes[0].segments.is_segment)
     assert found is not None, "a layout has no more stages than layers"
-    needed, path = found
-    peaks = [int(segments.least_bytes[stage, x, y]) for stage, (x, y) in enumerate(path)]
-    return peaks.index(needed), needed + costs.work.capacity_bytes - room_bytes(costs)
+    peaks = [(max(int(each[rank, x, y]) for each in missing), -rank) for rank, (x, y) in enumerate(found[1])]
+    over, rank = max(peaks)[0], -max(peaks)[1]
+    fullest = max(lanes, key=lambda lane: missing[lanes.index(lane)][rank][found[1][rank]])
+    capacity = fullest.costs.on_rank(rank).work.capacity_bytes
+    return rank, over + capacity, capacity

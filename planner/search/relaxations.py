@@ -105,7 +105,8 @@ def _remedy(profile: ModelProfile, change: _Change, limits: Limits) -> Relaxatio
         work = workload(profile, change.cluster, change.job)
         wish = recompute_wish(change.job.constraints.get("recompute"))
         near = (one for one in unfit(work, space_of(work)) if not limits.should_stop())
-        fits = (one for one in near if least_memory(one, allowed_modes(one, wish))[1] <= work.capacity_bytes)
+        least = ((one, least_memory(one, allowed_modes(one, wish))) for one in near)
+        fits = (one for one, (_, needed, capacity) in least if needed <= capacity)
         costs = next(fits, None)
         if costs is not None:
             given = {name: costs.layout.constrained(name) for name in CONSTRAINABLE if name != "recompute"}

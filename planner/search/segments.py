@@ -68,6 +68,10 @@ class Segments:
     windows: Windows
     """Where ranks can start."""
 
+    def on_rank(self, rank: int) -> Segments:
+        """The segments of this rank's device: all devices are alike."""
+        return self
+
     @property
     def stages(self) -> int:
         """P."""

@@ -1,0 +1,142 @@
+"""Ranks that act alike, and their segments: all ranks of a layout, or, where devices differ, one column of them.
+
+In a column of a heterogeneous cluster every pipeline rank has costs and room of its own: each row of its tables comes
+from the segments of that rank's device.
+
+    (H4)  a stage map is as slow as its slowest lane: whatever bounds one lane bounds the step, and a segment that
+          overflows in one lane is in no stage map                                    -> planner.search.inside
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from planner.cost import LayoutCosts, schedule_of
+from planner.schedule import Schedule, in_flight_per_stage
+from planner.search.bounds import BOUNDED, room_bytes, warm_ups
+from planner.search.paths import segment_bounds
+from planner.search.segments import LayerModes, Mask, Segments, Table
+from planner.search.windows import Windows
+from planner.spec.profile import RecomputeMode
+
+UNBOUNDED_BYTES = 2**55
+
+
+@dataclass(frozen=True)
+class RankSegments(Segments):
+    """Segments whose pipeline ranks stand on different devices."""
+
+    parts: tuple[Segments, ...] = ()
+    """By pipeline rank; ranks that cost the same share one."""
+
+    def on_rank(self, rank: int) -> Segments:
+        """The segments of this rank's device."""
+        return self.parts[rank]
+
+    def _picked(self, name: str) -> Table:
+        table: Table = np.stack([getattr(part, name)[rank] for rank, part in enumerate(self.parts)])
+        return table
+
+    @cached_property
+    def forward(self) -> Table:
+        """F of every segment."""
+        return self._picked("forward")
+
+    @cached_property
+    def tail(self) -> Table:
+        """Gradient reduction and optimizer behind every segment."""
+        return self._picked("tail")
+
+    @cached_property
+    def fixed_bytes(self) -> Table:
+        """Bytes of every segment that no recompute choice changes."""
+        return self._picked("fixed_bytes")
+
+    @cached_property
+    def least_bytes(self) -> Table:
+        """Least peak of every segment over all recompute choices, reserved bytes apart."""
+        return self._picked("least_bytes")
+
+    @cached_property
+    def fits(self) -> Mask:
+        """Segments that have a recompute choice within their rank's capacity."""
+        return self._picked("fits").astype(bool)
+
+    @cached_property
+    def _with_recompute(self) -> tuple[Table, Mask]:
+        return self._picked("backward"), self._picked("is_exact").astype(bool)
+
+    def uniform_modes(self, stage: int, x: int, y: int) -> tuple[tuple[int, RecomputeMode], ...] | None:
+        """The modes behind `backward` where it is exact; None otherwise."""
+        return self.parts[stage].uniform_modes(stage, x, y) if self.is_exact[stage, x, y] else None
+
+
+@dataclass(frozen=True, eq=False)
+class Lane:
+    """Ranks that act alike."""
+
+    costs: LayoutCosts
+    segments: Segments
+
+    @classmethod
+    def of(cls, costs: LayoutCosts, modes: tuple[LayerModes, ...], windows: Windows, *, must_fit: bool = True) -> Lane:
+        """A lane by its costs.
+
+        Args:
+            costs: of the layout, or of one of its columns.
+            modes: allowed recompute choices of every layer; in a column they stand for those of its ranks.
+            windows: where ranks can start.
+            must_fit: keep every stage within its device's memory.
+        """
+        units = in_flight(costs)
+
+        def plain(own: LayoutCosts, choices: tuple[LayerModes, ...]) -> Segments:
+            return Segments(own, choices, units, room_bytes(own) if must_fit else UNBOUNDED_BYTES, windows)
+
+        if not costs.ranks:
+            return cls(costs, plain(costs, modes))
+        known = {id(rank.layers): plain(rank, _modes_on(rank, modes)) for rank in costs.ranks}
+        parts = tuple(known[id(rank.layers)] for rank in costs.ranks)
+        return cls(costs, RankSegments(costs, modes, units, parts[0].room_bytes, windows, parts))
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """Built only when a stage map is simulated: most layouts are excluded by their bounds before."""
+        return schedule_of(self.costs)
+
+    def bounds(self, open_: Mask) -> Table:
+        """No stage map that holds a segment is faster: equation (H3), or its work alone."""
+        count = self.costs.micro_batches
+        if self.costs.layout.schedule in BOUNDED:
+            return segment_bounds(self.segments, open_, warm_ups(self.costs), count)
+        return count * (self.segments.forward + self.segments.backward)
+
+
+def lanes_of(
+    costs: LayoutCosts, modes: tuple[LayerModes, ...], windows: Windows, *, must_fit: bool = True
+) -> tuple[Lane, ...]:
+    """All lanes of a layout."""
+    return tuple(Lane.of(each, modes, windows, must_fit=must_fit) for each in costs.columns or (costs,))
+
+
+def in_flight(costs: LayoutCosts) -> tuple[int, ...]:
+    """Most micro-batches that every rank holds at once; told without building the schedule where that is possible."""
+    if costs.layout.schedule in BOUNDED:
+        return warm_ups(costs)
+    return in_flight_per_stage(schedule_of(costs))
+
+
+def _modes_on(rank: LayoutCosts, modes: Sequence[LayerModes]) -> tuple[LayerModes, ...]:
+    """The same choices at this rank's costs; identical layers share them."""
+    known: dict[tuple[int, int], LayerModes] = {}
+    result = []
+    for options, allowed in zip(rank.layers, modes, strict=True):
+        key = (id(options), id(allowed))
+        if key not in known:
+            known[key] = tuple(options[cost.mode] for cost in allowed)
+        result.append(known[key])
+    return tuple(result)
