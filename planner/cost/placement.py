@@ -206,7 +206,9 @@ def _widest(devices: int, domain_devices: int, stride: int, members: int) -> Gro
         return Group(1, 1, 1)
     span = stride * members
     starts = (first + offset for first in range(0, devices, span) for offset in range(stride))
-    groups = {group_of(range(start, start + span, stride), domain_devices) for start in starts}
+    # Groups that start at the same place of a domain cross domains alike.
+    distinct = {start % domain_devices for start in starts}
+    groups = {group_of(range(start, start + span, stride), domain_devices) for start in distinct}
     return max(groups, key=crossing)
 
 
