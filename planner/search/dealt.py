@@ -35,7 +35,7 @@ from planner.search.segments import LayerModes
 _Sizes = NDArray[np.int64]
 
 
-_ROUNDS = 4
+_ROUNDS = 2
 """Micro-batches per rank of the short schedule that tells a long one's traits."""
 
 
@@ -133,12 +133,10 @@ class Uniform:
             ranks: pipeline rank of every stage.
             ends_low: the last rank ends with the full backward of its lowest stage.
         """
-        starts = _starts(sizes)
+        starts, (lowest, holds) = _starts(sizes), _holders(ranks)
         forward, backward = np.add.reduceat(self.forward, starts), np.add.reduceat(self.backward, starts)
-        tails = _per_rank(ranks, np.add.reduceat(self.tail, starts))
-        lowest = np.array([ranks.index(rank) for rank in range(len(tails))])
-        down = np.concatenate([[0], np.cumsum(forward)])[lowest]
-        done = down + self.micro_batches * _per_rank(ranks, forward + backward)
+        tails = np.add.reduceat(self.tail, starts) @ holds
+        done = (np.cumsum(forward) - forward)[lowest] + self.micro_batches * ((forward + backward) @ holds)
         bound = int((done + tails).max())
         if ends_low:
             bound = max(bound, int(done[-1] + backward[: lowest[-1]].sum() + tails[0]))
@@ -152,14 +150,17 @@ class Uniform:
         return max(needed) <= self.room_bytes
 
 
-def _starts(sizes: Sequence[int]) -> NDArray[np.intp]:
+def _starts(sizes: Sequence[int] | _Sizes) -> NDArray[np.intp]:
     return np.concatenate([[0], np.cumsum(sizes)[:-1]])
 
 
-def _per_rank(ranks: Sequence[int], values: _Sizes) -> _Sizes:
-    sums = np.zeros(max(ranks) + 1, dtype=np.int64)
-    np.add.at(sums, list(ranks), values)
-    return sums
+@lru_cache(maxsize=1024)
+def _holders(ranks: tuple[int, ...]) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
+    """Lowest stage of every rank, and whether a stage is a rank's, [stage, rank]."""
+    every = np.arange(max(ranks) + 1)
+    # Floats multiply faster, and hold whole ticks exactly as long as they are below 2^53.
+    holds = (np.array(ranks)[:, None] == every[None, :]).astype(np.float64)
+    return holds.argmax(axis=0), holds
 
 
 def ranks_of(costs: LayoutCosts) -> tuple[int, ...]:
@@ -227,39 +228,46 @@ class _Evens:
 
 def balanced(work: _Sizes, sizes: _Sizes, stage_ranks: NDArray[np.intp]) -> _Sizes:
     """Sizes whose busiest rank is less busy, moving one layer at a time: equation (E2)."""
-    total = np.concatenate([[0], np.cumsum(work)])
-    # Floats multiply faster, and hold whole ticks exactly as long as they are below 2^53.
-    holds = (stage_ranks[:, None] == np.arange(stage_ranks.max() + 1)[None, :]).astype(np.float64)
-    loads = _loads(total, sizes[None, :], holds)
-    best = _scores(loads)[0]
+    _, holds = _holders(tuple(stage_ranks.tolist()))
+    sizes = np.array(sizes)
+    loads = np.add.reduceat(work, _starts(sizes)) @ holds
+    best = _scores(loads[None, :])[0]
     for _ in range(len(work)):
-        candidates = sizes[None, :] + _moves(np.flatnonzero(holds[:, loads.argmax()]), len(sizes))
-        candidates = candidates[(candidates > 0).all(axis=1)]
-        if not len(candidates):
+        givers = np.flatnonzero((holds[:, loads.argmax()] > 0) & (sizes > 1))
+        others = loads + _changes(work, sizes, holds, givers)
+        if not len(others):
             break
-        loads = _loads(total, candidates, holds)
-        scores = _scores(loads)
+        scores = _scores(others)
         place = min(range(len(scores)), key=scores.__getitem__)
         if scores[place] >= best:
             break
-        best, sizes, loads = scores[place], candidates[place], loads[place]
+        best, loads = scores[place], others[place]
+        giver, taker = divmod(place, len(sizes) - 1)
+        sizes[givers[giver]] -= 1
+        sizes[taker + (taker >= givers[giver])] += 1
     return sizes
 
 
-def _moves(givers: NDArray[np.intp], stages: int) -> _Sizes:
-    """Every way to take one layer from one of these stages and give it to another stage."""
-    one = np.eye(stages, dtype=np.int64)
-    takers = np.delete(np.tile(np.arange(stages), len(givers)), givers + stages * np.arange(len(givers)))
-    moves: _Sizes = one[takers] - np.repeat(one[givers], stages - 1, axis=0)
-    return moves
+def _changes(work: _Sizes, sizes: _Sizes, holds: NDArray[np.float64], givers: NDArray[np.intp]) -> NDArray[np.float64]:
+    """What the ranks' loads change by when one of these stages gives a layer to another stage, every pair of them.
 
-
-def _loads(total: _Sizes, sizes: _Sizes, holds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Work of every rank, for every row of sizes."""
-    stops = np.zeros((sizes.shape[0], sizes.shape[1] + 1), dtype=np.int64)
-    np.cumsum(sizes, axis=1, out=stops[:, 1:])
-    loads: NDArray[np.float64] = np.diff(total[stops], axis=1) @ holds
-    return loads
+    Every stage between passes a layer on: to the next its last, or to the one before its first.
+    """
+    stops = np.cumsum(sizes)
+    first, last = work[stops - sizes], work[stops - 1]
+    before, behind = np.roll(last, 1), np.roll(first, -1)
+    onwards = np.cumsum((before - last)[:, None] * holds, axis=0)
+    backwards = np.cumsum((behind - first)[:, None] * holds, axis=0)
+    to_later = (before[:, None] * holds + np.roll(onwards, 1, axis=0))[None] - (
+        last[givers, None] * holds[givers] + onwards[givers]
+    )[:, None]
+    to_earlier = (behind[:, None] * holds - backwards)[None] + (
+        np.roll(backwards, 1, axis=0)[givers] - first[givers, None] * holds[givers]
+    )[:, None]
+    stages = np.arange(len(sizes))[None, :]
+    changes = np.where((stages > givers[:, None])[:, :, None], to_later, to_earlier)
+    pairs: NDArray[np.float64] = changes[stages != givers[:, None]]
+    return pairs
 
 
 def _scores(loads: NDArray[np.float64]) -> list[tuple[float, float]]:
