@@ -5,7 +5,8 @@ with gradients and one update of the optimizer; but on meta tensors, which have 
 group whose other ranks do not exist and whose collectives move nothing (torch's `FakeProcessGroup`). Replicas are
 equal, and torch gives the first rank of a sharded axis the largest part and the last rank the smallest. So of every
 pipeline rank the first and the last tensor-parallel rank of the first replica are built, and when these two hold the
-same, they stand for all.
+same, they stand for all. Replicas with other shares of micro-batches hold the same too, but run by other schedules: one
+of every share is built.
 """
 
 from __future__ import annotations
@@ -111,6 +112,8 @@ def _kinds(
     replicas = [shards for replica in grid.ranks[pipeline] for shards in replica]
     shards = [tuple(replica[shard] for replica in replicas) for shard in range(grid.tensor)]
     first = _build(plan, source, grid, shards[0][0])
+    for data in _first_of_other_shares(plan):
+        _build(plan, source, grid, grid.ranks[pipeline][data][0][0])
     last = _build(plan, source, grid, shards[-1][0]) if len(shards) > 1 else first
     if first.holds_as_much_as(last):
         ranks = tuple(sorted(sum(shards, ())))
@@ -119,6 +122,12 @@ def _kinds(
     for shard in shards:
         built = _build(plan, source, grid, shard[0])
         yield DryRank(shard, built.rank, predicted, built.tolerance_bytes, built.padding_bytes)
+
+
+def _first_of_other_shares(plan: Plan) -> list[int]:
+    """The first data-parallel rank of every share of micro-batches but that of rank 0."""
+    shares = plan.layout.shares(plan.request.job.global_batch_size)
+    return [shares.index(share) for share in dict.fromkeys(shares) if share != shares[0]]
 
 
 @dataclass(frozen=True, slots=True)

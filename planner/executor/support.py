@@ -6,7 +6,7 @@ measure something else than the plan promised.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import get_args
@@ -323,6 +323,30 @@ def _check_sequence(plan: Plan) -> None:
             f"context_parallel_degree({layout.context_parallel_degree}) * sequence_chunks({layout.sequence_chunks}).",
             field="layout.sequence_parallel",
             mend="write false, or choose a sequence length that it divides.",
+        )
+
+
+def check_started(plan: Plan, environment: Mapping[str, str]) -> None:
+    """Refuse a rank that torchrun has put on a node of another size than the plan has. One node may play several.
+
+    Args:
+        environment: of the process; without torchrun's variables something else has started it.
+
+    Raises:
+        LayoutError: telling where the rank stands, and where it should.
+    """
+    if int(environment.get("GROUP_WORLD_SIZE", "1")) == 1:
+        return
+    rank = int(environment["RANK"])
+    mine = next(row for row in plan.placement if row.rank == rank)
+    wanted = (mine.device, sum(row.node == mine.node for row in plan.placement))
+    stands = (int(environment["LOCAL_RANK"]), int(environment["LOCAL_WORLD_SIZE"]))
+    if stands != wanted:
+        raise LayoutError(
+            f"rank {rank} is process {stands[0]} of {stands[1]} on its node; the plan has it on device {wanted[0]} of "
+            f"{wanted[1]}, on node {mine.node}.",
+            field="placement",
+            mend="start every node by its own command, which planner run prints, with its --nproc-per-node.",
         )
 
 

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+import planner.executor.dry_run as module
 from planner.errors import MismatchError, UnsupportedError
 from planner.executor import Executor
 from planner.executor.dry_run import COMPARED, DryRank, dry_run
+from planner.executor.support import Grid
 from planner.search import make_request, plan_layout
 from planner.spec import Cluster, Job, NodeGroup, Plan
 from planner.spec.layout import PredictionLayout
@@ -52,6 +54,21 @@ def test_ranks_add_up_to_the_model(tmp_path: Path) -> None:
     embedding = 256 * 32
     held = sum(kind.built.parameters for kind in dry_run(_plan(tied, 3, 3), tied).ranks)
     assert held == sum(parameter.numel() for parameter in blueprint.parameters()) + embedding
+
+
+def test_one_of_every_share_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas with fewer micro-batches run by other schedules; what they hold is the same."""
+    source, built = source_of("llama", tmp_path), []
+
+    def build(plan: Plan, source: ModelSource, grid: Grid, rank: int) -> Any:
+        built.append(rank)
+        return real(plan, source, grid, rank)
+
+    real = module._build
+    monkeypatch.setattr(module, "_build", build)
+    kinds = dry_run(_plan(source, 3, 3, data=3, shares=(3, 3, 1), rank_order="tp-cp-pp-dp"), source).ranks
+    assert [kind.ranks for kind in kinds] == [(0, 2, 4), (1, 3, 5)]
+    assert built == [0, 4, 1, 5]
 
 
 def _predicting(plan: Plan, rows: list[dict[str, int]]) -> Plan:

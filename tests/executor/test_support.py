@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from planner.errors import LayoutError, UnsupportedError
-from planner.executor.support import check_plan, check_world, grid_of, schedule_of
+from planner.executor.support import check_plan, check_started, check_world, grid_of, schedule_of
 from planner.schedule import Requirement, build, names, requirements
 from planner.spec import Plan
 from tests.executor.plans import make_plan
@@ -220,6 +220,20 @@ def test_batch_must_be_that_of_the_micro_batches() -> None:
         check_plan(_changed(make_plan(LAYERS), request__job__global_batch_size=8))
     with pytest.raises(LayoutError, match="does not divide"):
         check_plan(_changed(make_plan(LAYERS, data=2), request__job__global_batch_size=7))
+
+
+def test_a_rank_on_a_node_of_another_size_is_refused() -> None:
+    """torchrun counts ranks node by node, whatever the plan says; one node that plays several may."""
+    plan = make_plan(LAYERS, (2, 2), data=2)
+    nodes = {f"placement__{rank}__node": 1 for rank in (1, 2, 3)}
+    devices = {f"placement__{rank}__device": rank - 1 for rank in (1, 2, 3)}
+    plan = _changed(plan, **nodes, **devices)
+    started = {"RANK": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3", "GROUP_WORLD_SIZE": "2"}
+    check_started(plan, started)
+    check_started(plan, {})
+    check_started(plan, {**started, "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1"})
+    with pytest.raises(LayoutError, match="rank 2 is process 0 of 2 on its node; the plan has it on device 1 of 3"):
+        check_started(plan, {**started, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"})
 
 
 def test_wrong_world_size_names_both_numbers() -> None:
