@@ -100,6 +100,8 @@ class Shard:
     context: int = 1
     expert: int = 1
     sequence_parallel: bool = False
+    splits_experts: bool = True
+    """Tensor parallelism splits every expert; False: each rank holds `expert * tensor`-th of them, whole."""
 
     @property
     def tokens(self) -> int:
@@ -186,7 +188,8 @@ class TransformerCounter:
 
     @property
     def _drops(self) -> bool:
-        return self.framework.has_dropout and self.shape.positions > 0
+        kind = self.framework.dropout
+        return kind == "always" or (kind == "learned positions" and self.shape.positions > 0)
 
     def profile(self, name: str, recomputes: Sequence[RecomputeMode] = ("none",)) -> ModelProfile:
         """Embedding, blocks and head as a model profile, counted, for this shard and these recompute modes."""
@@ -317,8 +320,12 @@ class TransformerCounter:
         whole = self.size * self.shard.tokens * self.shape.hidden
         if self.shard.sequence_parallel:
             tally.exchange("forward", "all_gather", whole)
-            tally.exchange("backward", "all_gather", whole)
             tally.exchange("backward", "reduce_scatter", whole)
+            if self.framework.keeps_gathered_inputs:
+                tally.saved_bytes += whole - self._hidden_bytes()
+                tally.plain_saved_bytes += whole - self._hidden_bytes()
+            else:
+                tally.exchange("backward", "all_gather", whole)
         else:
             tally.exchange("backward", "all_reduce", whole)
 
@@ -344,6 +351,8 @@ class TransformerCounter:
         if not shape.positions:
             tally.memory(2 * size * (query + keys // 2))
         tally.saved_bytes += size * (query + keys)
+        if self.framework.packs_projections:
+            tally.saved_bytes += size * (query + keys // 2)
         if shard.context > 1:
             tally.exchange("forward", "all_gather", size * keys * shard.context, group="context")
             tally.exchange("backward", "all_gather", size * keys * shard.context, group="context")
@@ -376,7 +385,8 @@ class TransformerCounter:
                     batch=batch,
                 )
             )
-            tally.saved_bytes += 4 * batch * local
+            copied = self.framework.copies_attention and shard.micro_batch_size > 1
+            tally.saved_bytes += 4 * batch * local + (size * query if copied else 0)
             return
         fused = self.attention == "fused-softmax" and batch % 4 == 0
         tally.memory(2 * size * (query + keys))
@@ -406,14 +416,14 @@ class TransformerCounter:
         if shape.experts:
             self._experts(tally)
         else:
-            self._network(tally, shard.tokens, 1)
+            self._network(tally, shard.tokens, 1, shard.tensor)
         self._leave(tally)
         self._residual(tally)
 
-    def _network(self, tally: _Tally, tokens: float, count: int) -> None:
-        """One feed-forward network over `tokens` tokens, `count` times."""
+    def _network(self, tally: _Tally, tokens: float, count: int, parts: int) -> None:
+        """One feed-forward network, or its part on one of `parts` ranks, over `tokens` tokens, `count` times."""
         shape, size = self.shape, self.size
-        inner = shape.feed_forward / self.shard.tensor
+        inner = shape.feed_forward / parts
         width = 2 * inner if shape.is_gated else inner
         tally.matmul(tokens, width, shape.hidden, size=size, count=count)
         moved = size * tokens * (width + inner)
@@ -434,7 +444,7 @@ class TransformerCounter:
     def _experts(self, tally: _Tally) -> None:
         """Route, exchange, run the local experts, exchange back: equation (A4)."""
         shape, shard, size = self.shape, self.shard, self.size
-        routed = shard.tokens * shape.experts_per_token
+        routed = (shard.tokens if shard.splits_experts else shard.split_tokens) * shape.experts_per_token
         tally.matmul(shard.tokens, shape.experts, shape.hidden, size=size)
         tally.memory(2 * size * routed * shape.hidden)
         if shard.expert > 1:
@@ -442,8 +452,8 @@ class TransformerCounter:
             whole = size * shard.split_tokens * shape.experts_per_token * shape.hidden
             for phase in ("forward", "backward"):
                 tally.exchange(phase, "all_to_all", whole, 2, group="expert")
-        local = max(1, shape.experts // shard.expert)
-        self._network(tally, max(1.0, routed / local), local)
+        local = max(1, shape.experts // (shard.expert if shard.splits_experts else shard.expert * shard.tensor))
+        self._network(tally, max(1.0, routed / local), local, shard.tensor if shard.splits_experts else 1)
         tally.saved_bytes += 2 * size * routed * shape.hidden
         tally.memory(3 * size * routed * shape.hidden)
 
@@ -479,7 +489,7 @@ class TransformerCounter:
             tally.exchange("forward", "all_gather", size * logits)
         tally.memory((size + 4) * logits)
         tally.memory(2 * 4 * logits, 2)
-        tally.saved_bytes += 4 * logits
+        tally.saved_bytes += self.framework.logit_bytes * logits
         tally.temporary_bytes = self.framework.loss_bytes * logits
         parameters = self._padded_vocabulary() * shape.hidden // shard.tensor + shape.hidden
         return self._row(tally, "none", 0, parameters, 0)

@@ -87,7 +87,7 @@ def _rank_memory(costs: LayoutCosts, stages: Sequence[StageLayers], rank: int, u
     activations += RECEIVE_BUFFERS * max(-(-buffer_bytes(costs, stages, index) // chunks) for index in mine)
     activations += sum(cost.attention.bytes for cost in layers) if chunks > 1 else 0
     temporary = max(cost.temporary_bytes for cost in layers) + costs.gathered_bytes
-    temporary += int(costs.work.constants.workspace_bytes)
+    temporary += int(costs.work.constants.workspace_bytes) + costs.work.framework.workspace_bytes
     reserved = reserved_bytes(costs.work)
     return RankMemory(
         pipeline_rank=rank,
@@ -104,7 +104,8 @@ def _rank_memory(costs: LayoutCosts, stages: Sequence[StageLayers], rank: int, u
 
 def _unit_bytes(costs: LayoutCosts, stages: Sequence[StageLayers], index: int) -> int:
     """Saved activations of one micro-batch, or its chunk's share, and what the stage puts out."""
-    whole = sum(cost.activation_bytes for _, cost in stages[index]) + outgoing_bytes(costs, stages, index)
+    whole = sum(cost.activation_bytes for _, cost in stages[index])
+    whole += 0 if costs.work.framework.frees_outputs else outgoing_bytes(costs, stages, index)
     return -(-whole // costs.layout.sequence_chunks)
 
 

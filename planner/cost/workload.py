@@ -60,7 +60,8 @@ class Workload:
     @cached_property
     def recipe(self) -> OgpRecipe:
         """Bytes per parameter of this precision and optimizer, as this framework keeps them."""
-        plain = recipe(self.job.precision, self.job.optimizer)
+        is_bf16 = self.framework.is_pure and self.job.precision == "bf16-mixed"
+        plain = recipe("bf16" if is_bf16 else self.job.precision, self.job.optimizer)
         if not plain.master_bytes:
             return plain
         if not self.framework.fp32_master:

@@ -153,6 +153,7 @@ def _profile(run: Run) -> ModelProfile:
         context=layout.context_parallel_degree,
         expert=layout.expert_parallel_degree,
         sequence_parallel=layout.sequence_parallel,
+        splits_experts=run.splits_experts,
     )
     heads = len(run.blocks_per_stage) if run.splits_vocabulary else 1
     counter = TransformerCounter(run.shape, run.framework, shard, run.attention, run.dtype, heads)

@@ -5,11 +5,12 @@ What a row leaves out is filled by rule, the same for all rows, never per row:
     gpus                tensor x pipeline x context x data degree; one node where the data degree is blank too
     data degree         gpus / (tensor x pipeline x context)
     micro-batch size    global batch / (data degree x micro-batches), and each of the three from the others
-    feed-forward size   4 x hidden; kv heads = heads; vocabulary 50,304 (GPT-2's, padded)
+    feed-forward size   4 x hidden; kv heads = heads; vocabulary 50,304 (GPT-2's, padded), of BERT 30,522
     gated, tied         the combination whose parameter count is nearest to the stated one; else gated when the
                         feed-forward size is not 4 x hidden
     precision           bf16 with fp32 master copy
-    stages              equal numbers of blocks; where they do not divide, embedding and head count as one block each
+    stages              `planner.fidelity.stages`
+    Megatron's tests    what their arguments say: `planner.fidelity.arguments`
 
 Out of scope, counted by reason: hardware that the catalogue lacks, a number format that is not modelled, no dimensions,
 no layout, nothing measured.
@@ -26,7 +27,17 @@ from pathlib import Path
 from typing import Literal
 
 from planner.errors import DocumentError
+from planner.fidelity.arguments import (
+    Arguments,
+    arguments_of,
+    attention_with,
+    ends_with,
+    framework_with,
+    shape_with,
+    shard_degree_with,
+)
 from planner.fidelity.names import attention_of, device_of, framework_of, inter_node_of, schedule_of, zero_stage_of
+from planner.fidelity.stages import blocks_of
 from planner.spec.cluster import Link
 from planner.spec.frameworks import AttentionKernel, Framework
 from planner.spec.layout import Layout
@@ -34,6 +45,7 @@ from planner.spec.profile import DataType, RecomputeMode
 from profiler.transformer import TransformerShape
 
 VOCABULARY = 50_304
+BERT_VOCABULARY = 30_522
 MemoryKind = Literal["allocated", "reserved", "device"]
 RankChoice = Literal["first", "last", "largest"]
 
@@ -73,6 +85,8 @@ class Run:
     memory_rank: RankChoice
     ran_out: bool
     rank_group: str
+    splits_experts: bool = True
+    """Tensor parallelism splits every expert, instead of sharing them out."""
     splits_vocabulary: bool = False
     """Embedding and output layer are split over the pipeline ranks."""
 
@@ -143,40 +157,50 @@ def run_of(row: Row, family: str) -> Run:
     if device is None:
         raise OutOfScope("hardware without catalogue entry")
     dtype, keeps_master = _precision(row["precision"])
+    framework, given = framework_of(row["system"]), arguments_of(row["system"], row["notes"])
     shape = _shape(row)
-    layout, batch = _layout(row)
+    layout, batch = _layout(row, given or {})
+    if framework.shards_states and dtype == "bf16" and keeps_master and layout.zero_stage == 0:
+        layout = layout.model_copy(update={"zero_stage": 1})
     step = _step_seconds(row, layout, batch)
     memory = _memory_bytes(row)
     ran_out = row["status"] == "OOM"
     if step is None and memory is None and not ran_out:
         raise OutOfScope("nothing measured")
-    framework = framework_of(row["system"])
+    traits = _with_kernels(framework, row)
+    attention = attention_of(row["attention"], framework)
+    if given is not None:
+        shape, traits = shape_with(shape, given, _needed(row, "seq_len")), framework_with(traits, given)
+        attention = attention if row["attention"] else attention_with(attention, given)
     per_node = _whole(row, "gpus_per_node") or 8
     per_node = layout.devices if layout.devices < per_node else per_node
     per_node = per_node if layout.devices % per_node == 0 else 1
     return Run(
         source_id=row["source_id"],
         family=family,
-        framework=_with_kernels(framework, row),
-        attention=attention_of(row["attention"], framework),
+        framework=traits,
+        attention=attention,
         device=device,
         devices_per_node=per_node,
         nodes=layout.devices // per_node,
         inter_node=inter_node_of(row["interconnect"], per_node),
         shape=shape,
         dtype=dtype,
-        keeps_master=keeps_master,
+        keeps_master=keeps_master and not framework.is_pure,
         layout=layout,
         sequence_length=_needed(row, "seq_len"),
         global_batch_size=batch,
         recompute=_recompute(row["recompute"]),
-        blocks_per_stage=_blocks(shape.layers, layout, row["notes"]),
+        blocks_per_stage=blocks_of(
+            shape, layout, row["notes"], balances_head=framework.balances_head, ends=ends_with(given or {})
+        ),
         step_seconds=step,
         memory_bytes=memory,
         memory_kind=_memory_kind(row["mem_kind"]),
         memory_rank=_memory_rank(row["mem_kind"]),
         ran_out=ran_out,
         rank_group=row["rank_group"],
+        splits_experts=(_whole(row, "etp") or layout.tensor_parallel_degree) > 1,
         splits_vocabulary=bool(re.search(r"vocab parallel|interlaced", row["schedule"])),
     )
 
@@ -225,6 +249,8 @@ def _precision(text: str) -> tuple[DataType, bool]:
 def _shape(row: Row) -> TransformerShape:
     if "lora" in f"{row['model']} {row['system']}".lower():
         raise OutOfScope("no dimensions (adapters)")
+    if "multimodal" in row["model"]:
+        raise OutOfScope("no dimensions (vision tower)")
     hidden, heads = _needed(row, "hidden"), _needed(row, "heads")
     feed_forward = _whole(row, "ffn") or 4 * hidden
     plain = TransformerShape(
@@ -233,7 +259,7 @@ def _shape(row: Row) -> TransformerShape:
         feed_forward=feed_forward,
         heads=heads,
         kv_heads=_whole(row, "kv_heads") or heads,
-        vocabulary=VOCABULARY if _number(row, "vocab") is None else _whole(row, "vocab") or 0,
+        vocabulary=_vocabulary(row),
         is_gated=feed_forward != 4 * hidden,
         is_tied=feed_forward == 4 * hidden,
         experts=_whole(row, "experts") or 0,
@@ -249,7 +275,14 @@ def _shape(row: Row) -> TransformerShape:
     return replace(plain, positions=_needed(row, "seq_len"), has_biases=True)
 
 
-def _layout(row: Row) -> tuple[Layout, int]:
+def _vocabulary(row: Row) -> int:
+    """Stated, 0 too: blocks alone; else that of the tokenizer which such models are trained with."""
+    if _number(row, "vocab") is not None:
+        return _whole(row, "vocab") or 0
+    return BERT_VOCABULARY if row["model"].lower().startswith("bert") else VOCABULARY
+
+
+def _layout(row: Row, given: Arguments) -> tuple[Layout, int]:
     """Degrees, micro-batch size, schedule; and the global batch."""
     tensor, pipeline = _whole(row, "tp"), _whole(row, "pp")
     gpus, data, context = _whole(row, "gpus"), _whole(row, "dp"), _whole(row, "cp") or 1
@@ -260,7 +293,7 @@ def _layout(row: Row) -> tuple[Layout, int]:
     if pipeline > _needed(row, "layers"):
         raise OutOfScope("no layout (more stages than layers)")
     model = tensor * pipeline * context
-    expert = _whole(row, "ep") or 1
+    expert = _expert_degree(row, tensor)
     if gpus is None and data is None:
         node = _whole(row, "gpus_per_node") or 1
         if model * expert >= node and "gpu count unknown" in row["notes"].lower():
@@ -281,6 +314,7 @@ def _layout(row: Row) -> tuple[Layout, int]:
             expert_parallel_degree=expert if (data * context) % expert == 0 else 1,
             virtual_stages_per_rank=virtual,
             zero_stage=zero_stage_of(row["zero_fsdp"]),
+            zero_shard_degree=shard_degree_with(data * context, given),
             sequence_parallel=tensor > 1 and (_number(row, "sequence_parallel") or 0) > 0,
             micro_batch_size=size,
             schedule=schedule_of(row["schedule"], virtual),
@@ -288,6 +322,15 @@ def _layout(row: Row) -> tuple[Layout, int]:
         ),
         batch,
     )
+
+
+def _expert_degree(row: Row, tensor: int) -> int:
+    """Ranks that hold different experts, for each rank of the tensor-parallel group.
+
+    Whole experts are spread over the tensor-parallel ranks, too, which Megatron-Core counts into its expert degree.
+    """
+    expert, split = _whole(row, "ep") or 1, _whole(row, "etp") or tensor
+    return expert * split // tensor if expert * split % tensor == 0 else expert
 
 
 def _micro_batches(row: Row, data: int) -> tuple[int, int, int]:
@@ -308,22 +351,8 @@ def _virtual(row: Row, pipeline: int, micro_batches: int) -> int:
     layers = _needed(row, "layers")
     wanted = -(-layers // pipeline) if "max" in row["vp"] else _whole(row, "vp") or 1
     divides = layers % (pipeline * wanted) == 0 or (layers + 2) % (pipeline * wanted) == 0
-    runs = pipeline > 1 and micro_batches % pipeline == 0 and divides
+    runs = pipeline > 1 and micro_batches % max(1, micro_batches // pipeline) == 0 and divides
     return wanted if runs else 1
-
-
-def _blocks(layers: int, layout: Layout, notes: str) -> tuple[int, ...]:
-    """Blocks of every stage."""
-    stages = layout.pipeline_parallel_degree * layout.virtual_stages_per_rank
-    told = re.search(r"stage sizes[^:]*: (\d+(?:-\d+)+)", notes)
-    sizes = [int(size) for size in told.group(1).split("-")] if told else []
-    if len(sizes) == stages and sum(sizes) == layers + 2:
-        return (sizes[0] - 1, *sizes[1:-1], sizes[-1] - 1) if stages > 1 else (layers,)
-    if stages > 1 and layers % stages and (layers + 2) % stages == 0:
-        each = (layers + 2) // stages
-        return (each - 1, *(each,) * (stages - 2), each - 1)
-    least, more = divmod(layers, stages)
-    return tuple(least + (stages - more <= index) for index in range(stages))
 
 
 def _step_seconds(row: Row, layout: Layout, batch: int) -> float | None:

@@ -16,6 +16,8 @@ AttentionKernel = Literal["flash", "fused-softmax", "unfused"]
 """flash: one kernel that keeps no scores (Dao et al. 2022); fused-softmax: scores in memory, scale, mask and softmax in
 one kernel (Megatron-LM); unfused: one kernel each."""
 
+Dropout = Literal["none", "learned positions", "always"]
+
 FrameworkName = Literal[
     "planner",
     "megatron-lm",
@@ -49,20 +51,42 @@ class Framework:
     fuses_elementwise: bool = False
     """Bias, activation, dropout and residual addition in one kernel each (compiled or hand-written)."""
     fuses_norm: bool = True
-    has_dropout: bool = False
-    """By default, in models with learned positions; those with rotary ones are trained without."""
+    dropout: Dropout = "none"
+    """By default: always, never, or in models with learned positions, since those with rotary ones do without."""
+    copies_attention: bool = False
+    """Fused attention computes sample by sample, its neighbours token by token: its output is copied, and kept twice,
+    where the micro-batch has several samples."""
+    packs_projections: bool = False
+    """Queries and keys are rotated out of one packed tensor, which stays whole since the values are a view of it."""
+    keeps_gathered_inputs: bool = False
+    """Sequence parallelism: a product keeps its whole gathered input, and does not gather it anew in the backward."""
     fp32_gradients: bool = False
     """Gradients of bf16 parameters are accumulated and reduced in fp32 (fp16 ones stay, for their loss is scaled)."""
     selective: Literal["attention", "operators"] = "operators"
     """What selective recomputation runs again: attention proper (Korthikanti et al. 2022), or every operation but
     matrix products and attention (torch's selective activation checkpointing)."""
+    logit_bytes: int = 4
+    """Per logit, kept for the loss's backward: an fp32 copy; 2: the half-precision logits themselves."""
     loss_bytes: int = 8
-    """Per logit, beside the fp32 copy that is kept: torch's cross entropy has two more in fp32 at its peak; that of
-    Megatron-LM works in place, next to the half-precision logits."""
+    """Per logit, beside what is kept: torch's cross entropy has two more in fp32 at its peak; that of Megatron-LM works
+    in place, next to the half-precision logits."""
     gathers_logits: bool = False
     """Every tensor-parallel rank computes the loss over the whole vocabulary."""
     fp32_master: bool = True
     """Mixed precision keeps a master copy; False: the sharded parameters are in fp32 and cast when gathered."""
+    workspace_bytes: int = 0
+    """What libraries keep for themselves through torch, beside the fitted constant of the same name."""
+    is_pure: bool = False
+    """bf16 alone, also where a run calls it mixed: parameters, gradients and optimizer states."""
+    accumulates_whole: bool = False
+    """ZeRO 3 with several micro-batches: every rank adds up whole gradients in fp32, which are scattered once per step
+    (FSDP2's set_requires_gradient_sync(False))."""
+    shards_states: bool = False
+    """bf16 training shards the optimizer states over the data-parallel ranks, also where ZeRO is off."""
+    frees_outputs: bool = False
+    """What a stage has sent is freed: its backward needs none of it."""
+    balances_head: bool = False
+    """Stages are cut by the blocks' FLOPs, the output layer's among them, instead of equal numbers of blocks."""
     overlaps_reduction: bool = False
     """The data-parallel reduction runs beside the last micro-batch's backward."""
     overlaps_gathers: bool = False
@@ -80,31 +104,37 @@ _ALL = (
         "NVIDIA/Megatron-LM before Megatron-Core: fused softmax, bias-GELU and bias-dropout-add, local DDP",
         attention="fused-softmax",
         fuses_elementwise=True,
-        has_dropout=True,
+        dropout="learned positions",
         selective="attention",
         fp32_gradients=True,
+        frees_outputs=True,
         loss_bytes=2,
     ),
     Framework(
         "megatron-core",
-        "NVIDIA/Megatron-LM with Megatron-Core and TransformerEngine: main_grad in fp32, overlapped",
+        "NVIDIA/Megatron-LM with Megatron-Core and TransformerEngine: main_grad in fp32, overlapped; attention in "
+        "[samples, tokens] between products in [tokens, samples]; --deallocate-pipeline-outputs",
         fuses_elementwise=True,
-        has_dropout=True,
+        dropout="learned positions",
         selective="attention",
         loss_bytes=2,
+        copies_attention=True,
+        frees_outputs=True,
         fp32_gradients=True,
         overlaps_reduction=True,
         overlaps_gathers=True,
     ),
     Framework(
         "megatron-deepspeed",
-        "bigscience-workshop/Megatron-DeepSpeed: DeepSpeed's BF16/FP16 optimizer, reduction at the end of the step",
+        "bigscience-workshop/Megatron-DeepSpeed: DeepSpeed's BF16_Optimizer (runtime/bf16_optimizer.py, which splits "
+        "fp32 states at any ZeRO stage) or FP16 optimizer, reduction at the end of the step",
         attention="fused-softmax",
         fuses_elementwise=True,
-        has_dropout=True,
+        dropout="learned positions",
         selective="attention",
         fp32_gradients=True,
         loss_bytes=2,
+        shards_states=True,
     ),
     Framework(
         "aa-scaling",
@@ -113,11 +143,22 @@ _ALL = (
         loss_bytes=14,
         fuses_norm=False,
     ),
-    Framework("nanotron", "huggingface/nanotron: fp32 accumulation, ZeRO-1", fuses_norm=True, fp32_gradients=True),
+    Framework(
+        "nanotron",
+        "huggingface/nanotron: fp32 accumulation, ZeRO-1; CausalSelfAttention packs its projections; without "
+        "tp_recompute_allgather; sharded_cross_entropy; get_block_compute_costs",
+        fp32_gradients=True,
+        copies_attention=True,
+        packs_projections=True,
+        keeps_gathered_inputs=True,
+        balances_head=True,
+        loss_bytes=4,
+    ),
     Framework(
         "torchtitan",
         "pytorch/torchtitan: FSDP2 with fp32 shards cast to bf16; blocks compiled where a run says so",
         fuses_norm=False,
+        keeps_gathered_inputs=True,
         fp32_master=False,
         fp32_gradients=True,
         overlaps_reduction=True,
@@ -125,16 +166,26 @@ _ALL = (
     ),
     Framework(
         "kempnerforge",
-        "KempnerInstitute/KempnerForge: FSDP2, DTensor tensor parallelism, torch.compile",
+        "KempnerInstitute/KempnerForge: FSDP2 of a model cast to bf16 (model.to(dtype=param_dtype)), reduction in "
+        "fp32, maybe_no_sync between micro-batches; DTensor tensor parallelism, logits gathered for the loss; "
+        "torch.compile",
         fuses_elementwise=True,
-        fp32_master=False,
+        is_pure=True,
+        accumulates_whole=True,
+        keeps_gathered_inputs=True,
+        gathers_logits=True,
+        logit_bytes=4,
+        loss_bytes=4,
         overlaps_reduction=True,
         overlaps_gathers=True,
     ),
     Framework(
         "llm-foundry",
-        "mosaicml/llm-foundry: Composer FSDP, mixed_precision PURE, triton or flash attention",
+        "mosaicml/llm-foundry: Composer FSDP, mixed_precision PURE, triton or flash attention; loss_fn "
+        "fused_crossentropy (flash_attn), which reads half-precision logits and writes their gradients",
         fp32_master=False,
+        logit_bytes=2,
+        loss_bytes=2,
         overlaps_reduction=True,
         overlaps_gathers=True,
     ),
@@ -147,7 +198,7 @@ _ALL = (
         "Oneflow-Inc/libai: OneFlow's static graph",
         attention="fused-softmax",
         fuses_elementwise=True,
-        has_dropout=True,
+        dropout="learned positions",
         selective="attention",
         overlaps_reduction=True,
     ),
