@@ -24,10 +24,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from planner.cost.communication import Group
+from planner.cost.compute import computation
 from planner.cost.layers import Groups, LayerCost, LayoutCosts, priced
 from planner.cost.placement import CommunicatorName, communicators, crossing, strides
 from planner.cost.shared import shared_costs
-from planner.cost.workload import Workload
+from planner.cost.workload import Workload, modes_of
 from planner.errors import LayoutError, UnsupportedError
 from planner.spec.cluster import Link
 from planner.spec.layout import Layout
@@ -153,6 +154,23 @@ def fair_shares(ticks: Sequence[int], micro_batches: int) -> tuple[int, ...]:
         shares[data] += 1
         heapq.heapreplace(waiting, ((shares[data] + 1) * ticks[data], data))
     return tuple(shares)
+
+
+def layers_seconds(work: Workload, split: tuple[int, int, int, int]) -> float:
+    """Forward and backward of one micro-batch through all layers on the devices of one node group, alone.
+
+    Args:
+        work: of the node group.
+        split: micro-batch size, tensor-, context- and expert-parallel degree.
+    """
+    plain = next(rows for size, rows in work.sizes.items() if size[:4] == split)
+    known: dict[int, float] = {}
+    for options in plain:
+        if id(options) not in known:
+            row = options[modes_of(options)[0]]
+            spent = computation(row, work.device, work.profile.dtype, work.constants)
+            known[id(options)] = spent.forward_seconds + spent.backward_input_seconds + spent.backward_weight_seconds
+    return sum(known[id(options)] for options in plain)
 
 
 class _Pricing:

@@ -67,6 +67,9 @@ def dominates(better: LayoutCosts, worse: LayoutCosts, *, strictly: bool = False
         worse: of it too, with the same ZeRO stage, or none.
         strictly: and slower under it.
     """
+    if better.columns or better.ranks:  # the costs of the whole are bounds only: every rank has its own
+        parts = zip(better.columns or better.ranks, worse.columns or worse.ranks, strict=True)
+        return all(dominates(*pair, strictly=strictly) for pair in parts)
     if better.shared:
         return False
     pairs = {(id(a), id(b)): (a, b) for a, b in zip(worse.layers, better.layers, strict=True)}

@@ -63,7 +63,7 @@ class Group:
 
     def costs_of(self, order: Order) -> LayoutCosts:
         """The costs of one of them."""
-        return replace(self.costs, layout=self.family.layout(self.zero, order))
+        return self.costs.under(self.family.layout(self.zero, order))
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +248,7 @@ def _dive(state: State) -> None:
         if not order or tries == 0:
             continue
         costs = layout_costs(state.work, family.layout(family.leanest[0], order[0]))
-        modes = allowed_modes(costs, state.wish)
+        modes = choices(costs, order[0], state.wish)
         if not may_fit(costs, modes, warm_ups(costs)):
             continue
         tries -= 1
@@ -258,6 +258,11 @@ def _dive(state: State) -> None:
             state.take(Candidate(costs, schedule_of(costs), *found))
             state.tell()
             return
+
+
+def choices(costs: LayoutCosts, order: Order, wish: tuple[str, ...]) -> tuple[LayerModes, ...]:
+    """Recompute choices of every layer: those wished for, or the one mode that the order has for all."""
+    return allowed_modes(costs, wish) if order.recompute == "per-layer" else uniform_modes(costs, order.recompute)
 
 
 def advance(state: State) -> None:
@@ -271,7 +276,7 @@ def _families(work: Workload, space: Space) -> Iterator[Open]:
     """Families with what their layers take at least: M micro-batches of all layers, spread evenly over the ranks."""
     known: dict[tuple[int, int, int, int, bool], tuple[int, int, int]] = {}
     for place, family in enumerate(space.families):
-        if family.split not in known:
+        if family.split not in known or work.groups:  # where devices differ, so do families of the same degrees
             known[family.split] = _least_work(work, family)
         total, longest, passing = known[family.split]
         count = family.micro_batches
@@ -317,7 +322,7 @@ def _orders(state: State, one: Open, group: Group) -> Iterator[Open]:
             alike.setdefault(order.recompute, []).append(order)
             continue
         costs = group.costs_of(order)
-        modes = allowed_modes(costs, state.wish)
+        modes = choices(costs, order, state.wish)
         if may_fit(costs, modes, warm_ups(costs)):
             bound = max(one.bound_ticks, lower_bound(costs, modes, warm_ups(costs)))
             yield Open(bound, (*one.order, place), Searched(costs, modes))
@@ -412,7 +417,7 @@ def unfit(work: Workload, space: Space) -> Iterator[LayoutCosts]:
             costs = layout_costs(work, family.layout(zero, family.orders[0]))
             for order in family.orders:
                 if not order.is_dealt:
-                    yield replace(costs, layout=family.layout(zero, order))
+                    yield costs.under(family.layout(zero, order))
 
 
 def _even_share(costs: LayoutCosts) -> float:

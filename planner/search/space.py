@@ -10,6 +10,8 @@
 (D5)  optimizers that update whole matrices (Adafactor, Muon) take no tensor and expert parallelism and no ZeRO; ZeRO
       neither parameters that stages share shards of                                                   -> families()
 (D6)  within a family: every ZeRO stage, every order of the micro-batches                              -> Family
+(D9)  the order of the ranks is the default one, unless the job asks for the other; a heterogeneous cluster takes both,
+      and shares of micro-batches by the speed of the devices                           -> planner.search.standing
 (D8)  ZeRO's states are shared out by all data- and context-parallel ranks, or by groups of k of them: k divides their
       number, and is a multiple of the expert degree, so that every group holds all experts       -> _zeros()
 (D7)  orders: schedules whose partition and recomputation are searched (`BOUNDED`), and those that take the stage map
@@ -32,8 +34,9 @@ from planner.errors import LayoutError, UnknownNameError, UnsupportedError
 from planner.schedule import Requirement, build, canonical_name, find, names, requirements
 from planner.schedule.entry import Shape
 from planner.search.bounds import BOUNDED
+from planner.search.standing import Degrees, Standing, standings_of
 from planner.spec.job import WHOLE_PARAMETERS, Constraint, Job, Range, allows
-from planner.spec.layout import Layout, RecomputeWord, ZeroStage
+from planner.spec.layout import Layout, RankOrder, RecomputeWord, ZeroStage
 from planner.spec.profile import Measurement, RecomputeMode
 
 MOST_VIRTUAL_STAGES = 8
@@ -93,7 +96,8 @@ class Family:
     expert: int
     micro_batch_size: int
     sequence_parallel: bool
-    micro_batches: int
+    standing: Standing
+    """How its ranks stand on the devices."""
     zeros: tuple[Zero, ...]
     """By stage; larger groups first."""
     orders: tuple[Order, ...]
@@ -107,6 +111,16 @@ class Family:
     def degrees(self) -> tuple[int, ...]:
         """How the devices are shared out."""
         return self.data, self.tensor, self.pipeline, self.context, self.expert
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a data-parallel rank and step; of the one that has most."""
+        return self.standing.micro_batches
+
+    @property
+    def rank_order(self) -> RankOrder:
+        """Of all its layouts."""
+        return self.standing.rank_order
 
     @property
     def count(self) -> int:
@@ -133,6 +147,8 @@ class Family:
             micro_batch_size=self.micro_batch_size,
             schedule=order.schedule,
             sequence_chunks=1,
+            rank_order=self.standing.rank_order,
+            micro_batch_shares=self.standing.shares,
             recompute=order.recompute,
         )
 
@@ -246,26 +262,52 @@ def families(work: Workload, constraints: dict[str, Constraint]) -> Iterator[Fam
         if (whole and tensor * expert > 1) or work.job.sequence_length % pieces or (sequence_parallel and context > 1):
             continue
         for pipeline in _divisors(work.devices, tensor * context):
-            data = work.devices // (tensor * context * pipeline)
-            if work.job.global_batch_size % (data * size) or (data * context) % expert:
-                continue
-            micro_batches = work.job.global_batch_size // (data * size)
-            alone = whole or data * context == 1 or (pipeline > 1 and shares_shards[split])
-            zeros = ((Zero(0), 1),) if alone else _zeros(data * context, expert)
-            family = Family(
-                data=data,
-                tensor=tensor,
-                pipeline=pipeline,
-                context=context,
-                expert=expert,
-                micro_batch_size=size,
-                sequence_parallel=sequence_parallel,
-                micro_batches=micro_batches,
-                zeros=tuple(zero for zero, ranks in zeros if _takes_zero(zero, ranks, constraints)),
-                orders=orders(pipeline, micro_batches, len(work.profile.layers), schedules, virtual, modes[split]),
-            )
-            if family.count and _permitted(family, constraints):
-                yield family
+            degrees = (work.devices // (tensor * context * pipeline), tensor, pipeline, context, expert)
+            for standing in standings_of(work, degrees, size, constraints.get("rank_order")):
+                alone = whole or degrees[0] * context == 1 or (pipeline > 1 and shares_shards[split])
+                family = Family(
+                    *degrees,
+                    micro_batch_size=size,
+                    sequence_parallel=sequence_parallel,
+                    standing=standing,
+                    zeros=_permitted_zeros(work, degrees, standing, constraints, is_alone=alone),
+                    orders=_orders_of(work, pipeline, standing, schedules, virtual, modes[split]),
+                )
+                if family.count and _permitted(family, constraints):
+                    yield family
+
+
+def _permitted_zeros(
+    work: Workload, degrees: Degrees, standing: Standing, constraints: dict[str, Constraint], *, is_alone: bool
+) -> tuple[Zero, ...]:
+    """Ways to share out states: equations (D5) and (D8); replicas that differ take none that exchange in every
+    micro-batch, and a heterogeneous cluster no groups."""
+    data, _, _, context, expert = degrees
+    zeros = ((Zero(0), 1),) if is_alone else _zeros(data * context, expert)
+    if work.groups:
+        zeros = tuple((zero, ranks) for zero, ranks in zeros if zero.shards is None)
+    if not standing.are_alike:
+        zeros = tuple((zero, ranks) for zero, ranks in zeros if zero.stage < 2)
+    return tuple(zero for zero, ranks in zeros if _takes_zero(zero, ranks, constraints))
+
+
+def _orders_of(
+    work: Workload,
+    pipeline: int,
+    standing: Standing,
+    schedules: tuple[str, ...],
+    virtual: tuple[int, ...],
+    modes: tuple[RecomputeMode, ...],
+) -> tuple[Order, ...]:
+    """Orders of a family: on a heterogeneous cluster the bounded schedules alone, and where replicas differ, with all
+    layers recomputed alike, since what is cheapest may differ between their devices."""
+    if not work.groups:
+        return orders(pipeline, standing.micro_batches, len(work.profile.layers), schedules, virtual, modes)
+    bounded = tuple(name for name in schedules if name in BOUNDED)
+    found = orders(pipeline, standing.micro_batches, len(work.profile.layers), bounded, virtual, modes)
+    if standing.are_alike:
+        return found
+    return tuple(Order(one.schedule, one.virtual_stages, mode) for one in found for mode in modes)
 
 
 @lru_cache(maxsize=4096)
@@ -314,6 +356,7 @@ _FIELDS = {
     "expert_parallel_degree": "expert",
     "micro_batch_size": "micro_batch_size",
     "sequence_parallel": "sequence_parallel",
+    "rank_order": "rank_order",
 }
 """Layout fields in which a family agrees, and their names there."""
 

@@ -45,6 +45,7 @@ CONSTRAINABLE = (
     "micro_batch_size",
     "schedule",
     "sequence_chunks",
+    "rank_order",
     "recompute",
 )
 
