@@ -20,6 +20,7 @@ from planner.spec.layout import Layout
 from planner.spec.plan import RankPlacement
 from planner.spec.profile import Measurement, ModelProfile, RecomputeMode
 from planner.validate.actions import parse
+from planner.validate.cells import Cells
 from planner.validate.facts import Facts, gather
 from planner.validate.prediction import StepCheck
 from planner.validate.prices import Prices
@@ -189,7 +190,8 @@ def dealt_map(prices: Prices, schedule: Schedule) -> StageMap:
 
 def price(known: Facts) -> Iterator[Priced]:
     """Every stage map of one layout, priced."""
-    layout, prices = known.layout, Prices(known)
+    layout, cells = known.layout, Cells(known)
+    prices = cells.prices(cells.columns[0], 0)
     schedule = build(
         layout.schedule,
         ranks=layout.pipeline_parallel_degree,
@@ -199,7 +201,7 @@ def price(known: Facts) -> Iterator[Priced]:
     actions = parse(schedule.to_text())
     is_free = layout.schedule in PARTITIONED
     for stage_map in stage_maps(known) if is_free else (dealt_map(prices, schedule),):
-        step = StepCheck(prices, stage_map, actions)
+        step = StepCheck(cells, stage_map, actions)
         yield Priced(layout, stage_map, step.step_nanoseconds(), tuple(row.peak_bytes for row in step.memory()))
 
 

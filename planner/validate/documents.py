@@ -27,13 +27,16 @@ def _check_profile(plan: Plan, facts: Facts, findings: Findings) -> None:
 
 
 def _check_types(facts: Facts, findings: Findings) -> None:
-    profile, device = facts.profile, facts.device
+    profile = facts.profile
     findings.equal("request.job.precision", COMPUTE_TYPE[facts.job.precision], profile.dtype)
-    if profile.device not in ("counted", device.id):
-        findings.wrong("profile.device", f"seconds were measured on {profile.device}, the cluster has {device.id}.")
-    if profile.device != "counted":
-        return
-    if profile.dtype not in device.peak_flops_per_second:
-        findings.wrong("profile.device", f"FLOPs were counted, but {device.id} has no peak for {profile.dtype}.")
-    if device.memory_bandwidth_bytes_per_second is None:
-        findings.wrong("profile.device", f"bytes were counted, but {device.id} has no memory bandwidth.")
+    for device in {group.device.id: group.device for group in facts.groups}.values():
+        if profile.device not in ("counted", device.id):
+            message = f"seconds were measured on {profile.device}, the cluster has {device.id}."
+            findings.wrong("profile.device", message)
+        if profile.device != "counted":
+            continue
+        if profile.dtype not in device.peak_flops_per_second:
+            message = f"FLOPs were counted, but {device.id} has no peak for {profile.dtype}."
+            findings.wrong("profile.device", message)
+        if device.memory_bandwidth_bytes_per_second is None:
+            findings.wrong("profile.device", f"bytes were counted, but {device.id} has no memory bandwidth.")

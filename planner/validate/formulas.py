@@ -12,7 +12,7 @@ from typing import NamedTuple
 from planner.spec.calibration import Constants
 from planner.spec.cluster import DeviceSpec, Link
 from planner.spec.profile import DataType, Measurement, Operation
-from planner.validate.facts import Spread
+from planner.validate.communicators import Spread
 
 ATTENTION_BACKWARD_BYTES = 2.0
 SMOOTHNESS = 4

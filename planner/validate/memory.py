@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from planner.spec.cluster import DeviceSpec
+from planner.spec.devices import find_device
 from planner.spec.plan import RankMemory
 from planner.spec.profile import RecomputeMode
 from planner.validate.facts import Facts
@@ -20,15 +22,21 @@ StageMap = Sequence[Sequence[tuple[int, RecomputeMode]]]
 """Per stage: (layer index, recompute mode)."""
 
 
-def capacity_bytes(facts: Facts) -> int:
+def capacity_bytes(facts: Facts, device: DeviceSpec) -> int:
     """What the job may use of a device: its memory less the headroom, a fraction below 1, bytes otherwise."""
-    headroom, memory = facts.job.memory_headroom, facts.device.memory_bytes
+    headroom, memory = facts.job.memory_headroom, device.memory_bytes
     return int(memory - (headroom * memory if headroom < 1 else headroom))
+
+
+def largest_capacity_bytes(facts: Facts) -> int:
+    """Of all devices of the cluster."""
+    devices = [find_device(group.device) for group in facts.cluster.node_groups]
+    return max(capacity_bytes(facts, device) for device in devices)
 
 
 @dataclass(frozen=True)
 class MemoryCheck:
-    """The stages of one pipeline rank, and how many units of each it holds at some moment."""
+    """The stages of one pipeline rank on one device, and how many units of each it holds at some moment."""
 
     prices: Prices
     stage_map: StageMap
@@ -37,8 +45,8 @@ class MemoryCheck:
 
     def row(self, rank: int) -> RankMemory:
         """What a plan promises of this rank."""
-        facts, state = self.prices.facts, self._state()
-        reserved = facts.device.reserved_bytes
+        facts, state, device = self.prices.facts, self._state(), self.prices.site.group.device
+        reserved = device.reserved_bytes
         parts = {
             "parameters_bytes": state.parameters,
             "gradients_bytes": state.gradients,
@@ -48,7 +56,7 @@ class MemoryCheck:
             "reserved_bytes": RESERVED_BYTES if reserved is None else reserved,
         }
         return RankMemory(
-            pipeline_rank=rank, **parts, peak_bytes=sum(parts.values()), capacity_bytes=capacity_bytes(facts)
+            pipeline_rank=rank, **parts, peak_bytes=sum(parts.values()), capacity_bytes=capacity_bytes(facts, device)
         )
 
     def _layers(self, stage: int) -> list[LayerPrice]:
@@ -93,10 +101,9 @@ class MemoryCheck:
             self._allocated(price.row.temporary_bytes) for stage in self.held for price in self._layers(stage)
         )
         gathered = max(next(iter(modes.values())).gathered_bytes for modes in self.prices.layers)
-        return largest + 2 * gathered + int(self.prices.facts.constants.workspace_bytes)
+        return largest + 2 * gathered + int(self.prices.site.group.constants.workspace_bytes)
 
     def _allocated(self, size_bytes: int) -> int:
         """Equation (M5), rounded up layer by layer."""
-        facts = self.prices.facts
-        overhead = 1 + facts.device.allocation_overhead
-        return math.ceil(size_bytes * overhead * facts.constants.allocated_factor)
+        group = self.prices.site.group
+        return math.ceil(size_bytes * (1 + group.device.allocation_overhead) * group.constants.allocated_factor)

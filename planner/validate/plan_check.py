@@ -12,9 +12,9 @@ from planner.validate.findings import CheckReport, Findings
 from planner.validate.placement import check_placement
 from planner.validate.prediction import check_prediction
 from planner.validate.proof import check_alternatives, check_search
-from planner.validate.stages import check_layout, check_stages
+from planner.validate.stages import check_differences, check_layout, check_stages
 
-_STRUCTURE = (check_layout, check_placement, check_stages, check_actions)
+_STRUCTURE = (check_layout, check_placement, check_stages, check_actions, check_differences)
 
 
 def check(plan: Plan, profile: ModelProfile) -> CheckReport:
@@ -27,7 +27,6 @@ def check(plan: Plan, profile: ModelProfile) -> CheckReport:
         profile: the one that the plan was made from, by its digest.
 
     Raises:
-        UnsupportedError: the plan's cluster has several node groups.
         UnknownNameError, DocumentError: the plan's device or link is in no catalogue, so nothing can be priced.
     """
     findings = Findings()

@@ -12,8 +12,10 @@ from fractions import Fraction
 from functools import cached_property
 from typing import get_args
 
+from planner.spec.cluster import Link
 from planner.spec.profile import LayerProfile, Measurement, RecomputeMode, SharedParameters, SkipEdge
 from planner.spec.recipes import OgpRecipe, ParameterCount, recipe
+from planner.validate.communicators import Site
 from planner.validate.facts import Facts
 from planner.validate.formulas import Machine, collective_seconds, layer_seconds, send_seconds
 
@@ -114,9 +116,10 @@ class SharedPrice:
 
 @dataclass(frozen=True)
 class Prices:
-    """Prices of every layer of a model under one layout."""
+    """Prices of every layer of a model under one layout, on the ranks of one cell."""
 
     facts: Facts
+    site: Site
 
     @cached_property
     def layers(self) -> tuple[dict[RecomputeMode, LayerPrice], ...]:
@@ -160,14 +163,14 @@ class Prices:
     def _ogp(self) -> OgpRecipe:
         return recipe(self.facts.job.precision, self.facts.job.optimizer)
 
-    def transfer(self, boundary: int, last_layer: int) -> int:
-        """Nanoseconds from stage `boundary` to the next when this layer is its last: equation (T5)."""
+    def transfer(self, link: Link, last_layer: int) -> int:
+        """Nanoseconds to the next stage, over this link, when this layer is the last: equation (T5)."""
         size_bytes = _share(self.boundary_bytes[last_layer], self.facts.layout.sequence_chunks)
-        return nanoseconds(send_seconds(size_bytes, self.facts.boundary_links[boundary]))
+        return nanoseconds(send_seconds(size_bytes, link))
 
     def _price(self, layer: LayerProfile, row: Measurement, plain: Measurement) -> LayerPrice:
         """Backward, recomputation, activations and temporaries are the mode's; all else is the plain row's."""
-        machine = Machine(self.facts.device, self.facts.profile.dtype, self.facts.constants)
+        machine = Machine(self.site.group.device, self.facts.profile.dtype, self.site.group.constants)
         seconds = layer_seconds(row, machine)
         exchanged_forward = self._exchange(plain, "forward")
         held = held_parameters(layer, plain)
@@ -192,13 +195,16 @@ class Prices:
 
     def _collective(self, operation: str, size_bytes: float, group: str, *, latency: bool = True) -> float:
         """Seconds of a collective in one of the layout's groups."""
-        facts = self.facts
-        ends = (facts.spreads[group], facts.intra_node, facts.inter_node)
-        return collective_seconds(operation, size_bytes, *ends, latency=latency)
+        spread, links = self.site.communicators[group]
+        return collective_seconds(operation, size_bytes, spread, *links, latency=latency)
+
+    def _ranks(self, group: str) -> int:
+        """Members of one of the layout's groups."""
+        return self.site.communicators[group].spread.ranks
 
     def _fixed(self, group: str) -> float:
         """Seconds of any collective of a group besides its links' latency."""
-        return self.facts.constants.collective_seconds if self.facts.spreads[group].ranks > 1 else 0.0
+        return self.site.group.constants.collective_seconds if self._ranks(group) > 1 else 0.0
 
     def _exchange(self, row: Measurement, phase: str) -> int:
         mine = [one for one in row.collectives if one.phase == phase]
@@ -219,7 +225,7 @@ class Prices:
         for elements, group in self._parts(held):
             sizes = [(operation, elements * each, group) for operation, each in operations.items()]
             if self.facts.layout.zero_stage:
-                mine = _share(elements, self.facts.spreads[group].ranks)
+                mine = _share(elements, self._ranks(group))
                 sizes.append(("all_reduce", mine * ogp.gradient_bytes, "copies"))
             seconds.append(sum(self._collective(*one, latency=False) for one in sizes))
         return nanoseconds(sum(seconds))
@@ -245,31 +251,31 @@ class Prices:
             2 * ogp.optimizer_bytes(count) + count.elements * (ogp.gradient_bytes + 2 * ogp.parameter_bytes)
             for ogp in (self._ogp, adamw)
         )
-        bandwidth = self.facts.device.memory_bandwidth_bytes_per_second
+        bandwidth = self.site.group.device.memory_bandwidth_bytes_per_second
         seconds = 0.0
         if row.optimizer_seconds is not None:
             seconds = row.optimizer_seconds * (traffic / of_adamw if of_adamw else 1.0)
         elif bandwidth is not None:
-            constants = self.facts.constants
+            constants = self.site.group.constants
             seconds = traffic * constants.optimizer_passes / (bandwidth * constants.memory_fraction)
         seconds += self._orthogonalising(row)
         if not self.facts.layout.zero_stage:
             return nanoseconds(seconds)
-        spreads = self.facts.spreads
         if not held.experts:
-            return nanoseconds(seconds / spreads["shard"].ranks)
+            return nanoseconds(seconds / self._ranks("shard"))
         return nanoseconds(
-            sum(seconds * elements / count.elements / spreads[group].ranks for elements, group in self._parts(held))
+            sum(seconds * elements / count.elements / self._ranks(group) for elements, group in self._parts(held))
         )
 
     def _orthogonalising(self, row: Measurement) -> float:
         """Seconds of Muon's products, at the device's bf16 rate; without a known peak at the measured forward's."""
         if self.facts.job.optimizer != "muon" or not row.local_muon_flops:
             return 0.0
-        peaks, dtype = self.facts.device.peak_flops_per_second, self.facts.profile.dtype
+        device, dtype = self.site.group.device, self.facts.profile.dtype
+        peaks = device.peak_flops_per_second
         if "bf16" in peaks or dtype in peaks:
             rate = peaks["bf16" if "bf16" in peaks else dtype]
-            return row.local_muon_flops / (rate * self.facts.device.achievable_fraction)
+            return row.local_muon_flops / (rate * device.achievable_fraction)
         return row.local_muon_flops * (row.forward_seconds or 0.0) / max(1, row.forward_flops)
 
     def _is_sharded(self) -> tuple[bool, bool, bool]:
@@ -285,9 +291,8 @@ class Prices:
 
     def _shard(self, size_bytes: int, held: HeldParameters) -> int:
         """Of the fullest rank; experts by their share of the parameters, rounded down."""
-        spreads = self.facts.spreads
         experts = size_bytes * held.experts // max(1, held.count.elements)
-        return _share(size_bytes - experts, spreads["shard"].ranks) + _share(experts, spreads["expert_shard"].ranks)
+        return _share(size_bytes - experts, self._ranks("shard")) + _share(experts, self._ranks("expert_shard"))
 
     def _parts(self, held: HeldParameters) -> tuple[tuple[int, str], ...]:
         """(elements, group whose ranks share them out, or without ZeRO sum their gradients)."""
@@ -298,7 +303,7 @@ class Prices:
     def _shared(self, shared: SharedParameters) -> SharedPrice:
         facts, ogp = self.facts, self._ogp
         by_parameters, by_gradients, by_optimizer = (
-            facts.spreads["shard"].ranks if is_sharded else 1 for is_sharded in self._is_sharded()
+            self._ranks("shard") if is_sharded else 1 for is_sharded in self._is_sharded()
         )
         names = [layer.name for layer in facts.profile.layers]
         users = tuple(sorted({names.index(name) for name in shared.layers}))
@@ -307,12 +312,11 @@ class Prices:
         held = [held_parameters(facts.profile.layers[at], next(iter(self.layers[at].values())).plain) for at in users]
         is_split = any(one.count.elements < shared.parameters for one in held)
         elements = min(_share(shared.parameters, facts.layout.tensor_parallel_degree if is_split else 1), of_layer)
-        link = facts.intra_node if facts.is_one_node else facts.inter_node
-        half = elements * ogp.gradient_bytes / 2
+        exchange = 2 * send_seconds(elements * ogp.gradient_bytes / 2, self.site.tied)
         return SharedPrice(
             users=users,
             reduction_and_update=(price.reduction + price.update) * elements // max(1, of_layer),
-            exchange=nanoseconds(2 * send_seconds(half, link)) if facts.layout.pipeline_parallel_degree > 1 else 0,
+            exchange=nanoseconds(exchange) if facts.layout.pipeline_parallel_degree > 1 else 0,
             state=StateBytes(
                 parameters=elements * ogp.parameter_bytes // by_parameters,
                 gradients=elements * ogp.gradient_bytes // by_gradients,

@@ -5,10 +5,12 @@ That no faster plan exists is the search's own proof; here only its numbers are 
 
 from __future__ import annotations
 
+from planner.spec.layout import Layout
 from planner.spec.plan import Alternative, Plan
 from planner.validate.facts import Facts
 from planner.validate.findings import Findings
-from planner.validate.memory import capacity_bytes
+from planner.validate.memory import largest_capacity_bytes
+from planner.validate.stages import check_batch
 
 _OPTIMAL_GAP = 1e-6
 _ROUNDING = 1e-9
@@ -26,7 +28,9 @@ def check_search(plan: Plan, findings: Findings) -> None:
     told = search.layouts_pruned + search.layouts_solved
     if told > search.layouts_considered or (search.optimal and told < search.layouts_considered):
         findings.equal("search.layouts_considered", search.layouts_considered, told)
-    if plan.request.job.objective == "step_time":  # which leaves no device out
+    if (
+        plan.request.job.objective == "step_time" and len(plan.request.cluster.node_groups) == 1
+    ):  # no device is left out
         findings.equal("search.clusters_considered", search.clusters_considered, 1)
     findings.checked.append("the search's bound, gap and counts agree with each other and with the step")
 
@@ -46,13 +50,20 @@ def check_alternatives(plan: Plan, facts: Facts, findings: Findings) -> None:
     findings.checked.append("alternatives are valid layouts, in order, none faster than the plan")
 
 
+def check_devices(where: str, layout: Layout, facts: Facts, findings: Findings) -> None:
+    """Another layout of the request uses as many devices as it may."""
+    if layout.devices not in facts.possible_devices:
+        wanted = " or ".join(map(str, sorted(facts.possible_devices)))
+        findings.equal(f"{where}.layout: product of the degrees", layout.devices, wanted)
+
+
 def _check_alternative(where: str, alternative: Alternative, facts: Facts, findings: Findings) -> None:
     layout, counts = alternative.layout, alternative.layers_per_stage
     stages = layout.pipeline_parallel_degree * layout.virtual_stages_per_rank
-    findings.equal(f"{where}.layout: product of the degrees", layout.devices, facts.devices)
-    samples = alternative.micro_batches * layout.micro_batch_size * layout.data_parallel_degree
-    findings.equal(f"{where}.micro_batches: samples per step", samples, facts.job.global_batch_size)
+    check_devices(where, layout, facts, findings)
+    check_batch(f"{where}.micro_batches: samples per step", layout, alternative.micro_batches, facts, findings)
     findings.equal(f"{where}.layers_per_stage: stages", len(counts), stages)
     findings.equal(f"{where}.layers_per_stage: layers", sum(counts), len(facts.profile.layers))
-    if alternative.peak_bytes > capacity_bytes(facts):
-        findings.wrong(f"{where}.peak_bytes", f"{alternative.peak_bytes} of {capacity_bytes(facts)} do not fit.")
+    capacity = largest_capacity_bytes(facts)
+    if alternative.peak_bytes > capacity:
+        findings.wrong(f"{where}.peak_bytes", f"{alternative.peak_bytes} of {capacity} do not fit.")

@@ -8,6 +8,7 @@ from typing import Any
 from planner.spec.job import Job, allows
 from planner.spec.layout import Layout
 from planner.spec.plan import Plan
+from planner.validate.cells import Cells
 from planner.validate.facts import Facts
 from planner.validate.findings import Findings
 from planner.validate.schedules import RULES, Rules, Shape, permits_schedule
@@ -27,8 +28,7 @@ def check_layout(plan: Plan, facts: Facts, findings: Findings) -> None:
     layout, job = plan.layout, facts.job
     findings.equal("layout: product of the degrees", layout.devices, facts.devices)
     findings.equal("placement: number of ranks", len(plan.placement), facts.devices)
-    samples = plan.micro_batches * layout.micro_batch_size * layout.data_parallel_degree
-    findings.equal("micro_batches * micro_batch_size * data_parallel_degree", samples, job.global_batch_size)
+    check_batch("micro_batches * micro_batch_size * data_parallel_degree", layout, plan.micro_batches, facts, findings)
     replicas = layout.data_parallel_degree * layout.context_parallel_degree
     if replicas % layout.expert_parallel_degree:
         message = f"{layout.expert_parallel_degree} does not divide the {replicas} data- and context-parallel ranks."
@@ -43,6 +43,36 @@ def check_layout(plan: Plan, facts: Facts, findings: Findings) -> None:
         if not (permits_schedule(constraint, value) if field == "schedule" else allows(constraint, value)):
             findings.wrong(f"layout.{field}", f"the plan says {value}, the job's constraint does not allow it.")
     findings.checked.append("degrees multiply to the devices, micro-batches to the global batch, constraints hold")
+
+
+def check_batch(where: str, layout: Layout, micro_batches: int, facts: Facts, findings: Findings) -> None:
+    """The data-parallel ranks' micro-batches, equally many or each its share, are the global batch."""
+    shares = layout.micro_batch_shares
+    if shares is not None:
+        findings.equal("layout.micro_batch_shares: number", len(shares), layout.data_parallel_degree)
+        findings.equal(f"{where}: the largest share", micro_batches, max(shares, default=0))
+        if min(shares, default=0) < 1:
+            findings.wrong("layout.micro_batch_shares", f"{list(shares)} leave a data-parallel rank without work.")
+    samples = layout.micro_batch_size * sum(shares or (micro_batches,) * layout.data_parallel_degree)
+    findings.equal(where, samples, facts.job.global_batch_size)
+
+
+def check_differences(plan: Plan, facts: Facts, findings: Findings) -> None:
+    """Devices that differ run simple schedules, and replicas that differ exchange nothing for every micro-batch."""
+    if findings.problems:
+        return
+    layout, columns = plan.layout, len(Cells(facts).columns)
+    if len(facts.groups) > 1 or columns > 1:
+        where = f"{len(facts.groups)} node group(s), {columns} kind(s) of replicas"
+        if layout.schedule not in ("gpipe", "1f1b"):
+            findings.wrong("layout.schedule", f"{layout.schedule} does not run on {where}, only gpipe and 1f1b.")
+        findings.equal(f"layout.virtual_stages_per_rank on {where}", layout.virtual_stages_per_rank, 1)
+        findings.equal(f"layout.sequence_chunks on {where}", layout.sequence_chunks, 1)
+    if columns > 1:
+        if layout.zero_stage > 1:
+            findings.wrong("layout.zero_stage", f"ZeRO {layout.zero_stage} does not run on {where}, only 0 and 1.")
+        findings.equal(f"layout.expert_parallel_degree on {where}", layout.expert_parallel_degree, 1)
+    findings.checked.append("schedule, ZeRO stage and experts are such as replicas and devices that differ can run")
 
 
 def _check_shards(layout: Layout, replicas: int, findings: Findings) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -19,11 +18,13 @@ from planner.spec.calibration import Constants
 from planner.spec.layout import Layout
 from planner.spec.profile import Measurement, Operation
 from planner.validate.actions import parse
-from planner.validate.facts import Facts, Spread, gather
+from planner.validate.cells import Cells
+from planner.validate.communicators import Spread
+from planner.validate.facts import Facts, gather
 from planner.validate.formulas import Machine, collective_seconds, layer_seconds
 from planner.validate.memory import StageMap
 from planner.validate.prediction import StepCheck
-from planner.validate.prices import Prices
+from planner.validate.schedules import RULES
 from tests.brute_force import facts, layouts, stage_maps
 from tests.builders import device, link
 from tests.strategies import Instance, instances
@@ -145,17 +146,18 @@ def test_predictions_agree_under_fitted_constants(instance: Given, constants: Co
     work = workload(instance.profile, instance.cluster, instance.job, constants=constants)
     places = placement(layout, work.devices_of_nodes)
     count = layout.micro_batches(instance.job.global_batch_size)
-    known = gather(instance.profile, instance.cluster, instance.job, layout, places, count)
-    modes = iter(enumerate(next(reversed(known.rows(one))) for one in instance.profile.layers))
+    known = gather(instance.profile, instance.cluster, instance.job, layout, places, count, constants)
+    chosen = 0 if RULES[layout.schedule].recomputes_ahead else -1
+    modes = iter(enumerate(tuple(known.rows(one))[chosen] for one in instance.profile.layers))
     stage_map = tuple(tuple(islice(modes, count)) for count in instance.layout.layers_per_stage or ())
-    _agree(work, layout, replace(known, constants=constants), stage_map)
+    _agree(work, layout, known, stage_map)
 
 
 def _agree(work: Workload, layout: Layout, known: Facts, stage_map: StageMap) -> None:
     costs = layout_costs(work, layout)
     schedule = schedule_of(costs)
     one = predict_step(costs, schedule, choose(costs, stage_map))
-    other = StepCheck(Prices(known), stage_map, parse(schedule.to_text())).prediction()
+    other = StepCheck(Cells(known), stage_map, parse(schedule.to_text())).prediction()
     assert other is not None
     assert one.memory == other.memory
     assert one.model_dump(exclude={"memory", "breakdown"}) == pytest.approx(
