@@ -28,6 +28,7 @@ last digit. Per layer l, recompute mode r, micro-batch:
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -186,20 +187,19 @@ def priced(work: Workload, layout: Layout, groups: Groups, *, network: Link | No
     """
     micro_batches = layout.micro_batches(work.job.global_batch_size)
     rows = _rows(work, layout)
-    priced: dict[tuple[int, int], dict[RecomputeMode, LayerCost]] = {}
-    layers = []
-    for layer, options in zip(work.profile.layers, rows, strict=True):
-        key = (id(options), layer.parameters)
-        if key not in priced:
-            modes = modes_of(options)
-            pricing = _LayerPricing(work, layout, groups, layer.parameters, options[modes[0]])
-            priced[key] = {mode: pricing.cost(options[mode]) for mode in modes}
-        layers.append(priced[key])
+    alike = work.alike(rows)
+    spent = work.spent.setdefault((groups.tensor, groups.context, groups.expert), {})
+    distinct: dict[int, dict[RecomputeMode, LayerCost]] = {}
+    for index in set(alike):
+        plain = rows[index][modes_of(rows[index])[0]]
+        pricing = _LayerPricing(work, layout, groups, work.profile.layers[index].parameters, plain, spent)
+        distinct[index] = pricing.costs(rows[index])
+    layers = tuple(map(distinct.__getitem__, alike))
     return LayoutCosts(
         work=work,
         layout=layout,
         micro_batches=micro_batches,
-        layers=tuple(layers),
+        layers=layers,
         shared=shared_costs(work, layout, layers, network),
         skips=skip_costs(work, layout),
         reduction_latency_ticks=_reduction_latency_ticks(work, layout, groups),
@@ -273,7 +273,7 @@ def moved_bytes(ogp: OgpRecipe, count: ParameterCount) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Spent:
-    """Ticks of one layer and micro-batch that no data-parallel degree and no ZeRO stage changes."""
+    """Ticks and bytes of one layer and micro-batch that no data-parallel degree and no ZeRO stage changes."""
 
     forward: int
     backward: int
@@ -282,6 +282,8 @@ class _Spent:
     forward_exchange: int
     backward_exchange: int
     replayed_exchange: int
+    activation_bytes: int
+    temporary_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,13 +297,20 @@ class _LayerPricing:
     plain: Measurement
     """The row that recomputes least. What no recompute mode changes (forward, parameters, optimizer, output) is read
     here for all modes: measured noise between the rows must not make one mode's forward faster than another's."""
+    known: dict[int, _Spent]
+    """What has been priced already with the same tensor-, context- and expert-parallel groups, by the identity of a
+    row: rows know their micro-batch size and what splits the layer, nothing else matters to it."""
 
-    def cost(self, row: Measurement) -> LayerCost:
-        work, zero, spent = self.work, self.layout.zero_stage, self._spent(row)
-        count = self.local_parameters()
-        parameters = count.elements
-        gathers = self._gathers(parameters, spent.forward, spent.backward + spent.recompute)
+    def costs(self, rows: dict[RecomputeMode, Measurement]) -> dict[RecomputeMode, LayerCost]:
+        """In every mode, from least to most recomputation."""
+        held, gathers = self._held(), self._gathers()
+        return {mode: self._cost(rows[mode], held, gathers) for mode in modes_of(rows)}
+
+    def _cost(self, row: Measurement, held: Mapping[str, int], gathers: tuple[int, int]) -> LayerCost:
+        spent, hides = self._spent(row), self._hides
         backward_exchange = spent.backward_exchange + spent.replayed_exchange
+        in_forward = max(0, gathers[0] - int(hides * spent.forward)) if gathers[0] else 0
+        in_backward = max(0, gathers[1] - int(hides * (spent.backward + spent.recompute))) if gathers[1] else 0
         return LayerCost(
             mode=row.recompute,
             forward_compute_ticks=spent.forward,
@@ -309,33 +318,40 @@ class _LayerPricing:
             backward_weight_ticks=spent.backward_weight,
             recompute_ticks=spent.recompute,
             communication_ticks=spent.forward_exchange + backward_exchange,
-            gather_ticks=sum(gathers),
-            forward_ticks=spent.forward + spent.forward_exchange + gathers[0],
-            backward_ticks=spent.backward + spent.recompute + backward_exchange + gathers[1],
-            optimizer_ticks=self._optimizer_ticks(count),
-            reduction_ticks=self._reduction_ticks(parameters),
-            parameters=parameters,
-            parameters_bytes=self._sharded(parameters * work.recipe.parameter_bytes, zero >= 3),
-            gradients_bytes=self._sharded(parameters * work.recipe.gradient_bytes, zero >= 2),
-            optimizer_bytes=self._sharded(work.recipe.optimizer_bytes(count), zero >= 1),
-            gathered_bytes=parameters * self._computed_bytes if zero >= 3 else 0,
-            activation_bytes=self._allocated(row.activation_bytes),
-            output_bytes=self.plain.output_bytes,
-            temporary_bytes=self._allocated(row.temporary_bytes),
-            model_flops=self.plain.forward_flops + self.plain.backward_input_flops + self.plain.backward_weight_flops,
+            gather_ticks=in_forward + in_backward,
+            forward_ticks=spent.forward + spent.forward_exchange + in_forward,
+            backward_ticks=spent.backward + spent.recompute + backward_exchange + in_backward,
+            activation_bytes=spent.activation_bytes,
+            temporary_bytes=spent.temporary_bytes,
             attention=self._attention(row, spent) if self.layout.sequence_chunks > 1 else NO_ATTENTION,
+            **held,
         )
+
+    def _held(self) -> dict[str, int]:
+        """What no recompute mode changes."""
+        work, zero, plain = self.work, self.layout.zero_stage, self.plain
+        count = self.local_parameters()
+        parameters = count.elements
+        return {
+            "optimizer_ticks": self._optimizer_ticks(count),
+            "reduction_ticks": self._reduction_ticks(parameters),
+            "parameters": parameters,
+            "parameters_bytes": self._sharded(parameters * work.recipe.parameter_bytes, zero >= 3),
+            "gradients_bytes": self._sharded(parameters * work.recipe.gradient_bytes, zero >= 2),
+            "optimizer_bytes": self._sharded(work.recipe.optimizer_bytes(count), zero >= 1),
+            "gathered_bytes": parameters * self._computed_bytes if zero >= 3 else 0,
+            "output_bytes": plain.output_bytes,
+            "model_flops": plain.forward_flops + plain.backward_input_flops + plain.backward_weight_flops,
+        }
 
     def _attention(self, row: Measurement, spent: _Spent) -> AttentionPart:
         of_input = spent.backward - spent.backward_weight
         return attention_part(row, self.plain, spent.forward, of_input, spent.recompute)
 
     def _spent(self, row: Measurement) -> _Spent:
-        """Kept per workload: rows know their micro-batch size and what splits the layer, nothing else matters here."""
-        known: dict[int, _Spent] = self.work.spent
-        found = known.get(id(row))
+        found = self.known.get(id(row))
         if found is None:
-            found = known[id(row)] = self._measured(row)
+            found = self.known[id(row)] = self._measured(row)
         return found
 
     def _measured(self, row: Measurement) -> _Spent:
@@ -351,6 +367,8 @@ class _LayerPricing:
             forward_exchange=forward_exchange,
             backward_exchange=self._exchange_ticks(row, "backward"),
             replayed_exchange=forward_exchange if row.recompute == "full" else 0,
+            activation_bytes=self._allocated(row.activation_bytes),
+            temporary_bytes=self._allocated(row.temporary_bytes),
         )
 
     def _computation(self, row: Measurement) -> Computation:
@@ -452,20 +470,23 @@ class _LayerPricing:
         """Bytes of a parameter as forward and backward take it."""
         return min(self.work.recipe.parameter_bytes, BYTES_PER_ELEMENT[self.work.profile.dtype])
 
-    def _gathers(self, parameters: int, forward: int, backward: int) -> tuple[int, int]:
-        """Exposed ticks in forward and backward of `forward` and `backward` ticks of compute: equation (T6)."""
-        zero, ogp, parts = self.layout.zero_stage, self.work.recipe, self._parts(parameters)
+    @property
+    def _hides(self) -> float:
+        """What part of compute can hide an exchange of ZeRO: equation (T6)."""
+        return self.work.constants.overlap_fraction if self.work.framework.overlaps_gathers else 0.0
+
+    def _gathers(self) -> tuple[int, int]:
+        """Ticks of ZeRO's exchanges in forward and backward, hidden or not: equation (T6)."""
+        zero, ogp = self.layout.zero_stage, self.work.recipe
         if zero < 2:
             return 0, 0
         gather = scatter = 0.0
-        for elements, group in parts:
+        for elements, group in self._parts(self.local_parameters().elements):
             scatter += self._collective_seconds("reduce_scatter", elements * ogp.gradient_bytes, group)
             if zero == 3:
                 gather += self._collective_seconds("all_gather", elements * self._computed_bytes, group)
-        hides = self.work.constants.overlap_fraction if self.work.framework.overlaps_gathers else 0.0
         again = 0.0 if self.work.framework.keeps_gathered else gather
-        in_backward = ticks(again) + ticks(scatter)
-        return max(0, ticks(gather) - int(hides * forward)), max(0, in_backward - int(hides * backward))
+        return ticks(gather), ticks(again) + ticks(scatter)
 
 
 def _bandwidth_seconds(work: Workload, operation: CollectiveName, size_bytes: int, group: Group) -> float:

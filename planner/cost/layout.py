@@ -7,9 +7,12 @@ from planner.cost.mixed import mixed_costs
 from planner.cost.workload import Workload
 from planner.spec.layout import Layout
 
+_KEPT = 64
+"""Layouts whose costs are kept: one after the other, callers ask for all orders of the same degrees."""
+
 
 def layout_costs(work: Workload, layout: Layout) -> LayoutCosts:
-    """Price every layer under a layout.
+    """Price every layer under a layout; those that agree in all but their order are priced once.
 
     Raises:
         LayoutError: the degrees do not multiply to the devices, the global batch does not divide, or ranks that
@@ -19,5 +22,30 @@ def layout_costs(work: Workload, layout: Layout) -> LayoutCosts:
     """
     if work.groups or layout.micro_batch_shares:
         return mixed_costs(work, layout)
+    key = _priced_alike(layout)
+    if key in work.latest:
+        known: LayoutCosts = work.latest[key]
+        return known.under(layout)
     layout.check_devices(work.devices)
-    return priced(work, layout, groups_of(layout, work.domain_devices))
+    found = priced(work, layout, groups_of(layout, work.domain_devices))
+    if len(work.latest) >= _KEPT:
+        work.latest.clear()
+    work.latest[key] = found
+    return found
+
+
+def _priced_alike(layout: Layout) -> tuple[object, ...]:
+    """Layouts that agree in this cost the same, but for their order and recomputation (`LayoutCosts.under`)."""
+    return (
+        layout.data_parallel_degree,
+        layout.tensor_parallel_degree,
+        layout.pipeline_parallel_degree,
+        layout.context_parallel_degree,
+        layout.expert_parallel_degree,
+        layout.zero_stage,
+        layout.zero_shard_degree,
+        layout.sequence_parallel,
+        layout.micro_batch_size,
+        layout.sequence_chunks,
+        layout.rank_order,
+    )

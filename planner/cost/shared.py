@@ -57,8 +57,7 @@ def shared_costs(
 
     Stages that hold copies exchange over `network`; None: over the slowest link that the layout's ranks cross.
     """
-    order = {layer.name: index for index, layer in enumerate(work.profile.layers)}
-    ogp = work.recipe
+    order, ogp = work.order, work.recipe
     crosses = layout.devices > work.domain_devices
     between = network or (work.inter_node if crosses and work.inter_node else work.intra_node)
     shards = [layout.zero_shards if layout.zero_stage >= level else 1 for level in (3, 2, 1)]
@@ -88,8 +87,7 @@ def shared_costs(
 
 def skip_costs(work: Workload, layout: Layout) -> tuple[SkipCost, ...]:
     """Tensors that skip layers, in bytes of this layout's micro-batches."""
-    order = {layer.name: index for index, layer in enumerate(work.profile.layers)}
-    samples = layout.micro_batch_size
+    order, samples = work.order, layout.micro_batch_size
     return tuple(
         SkipCost(order[edge.from_], order[edge.to], _skip_bytes(edge, work.job.sequence_length) * samples)
         for edge in work.profile.edges

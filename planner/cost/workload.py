@@ -102,8 +102,35 @@ class Workload:
         return {size: tuple(table[size] for table in tables) for size in sorted(sizes)}
 
     @cached_property
-    def spent(self) -> dict[int, Any]:
-        """What `planner.cost.layers` has priced already, by the identity of a measurement row."""
+    def order(self) -> dict[str, int]:
+        """Place of every layer by its name."""
+        return {layer.name: index for index, layer in enumerate(self.profile.layers)}
+
+    def alike(self, rows: tuple[dict[RecomputeMode, Measurement], ...]) -> tuple[int, ...]:
+        """By layer: the first one that is priced as it is.
+
+        Args:
+            rows: of all layers; one of the values of `sizes`.
+        """
+        if id(rows) not in self._alike:
+            first: dict[tuple[int, int], int] = {}
+            keys = [(id(options), layer.parameters) for options, layer in zip(rows, self.profile.layers, strict=True)]
+            self._alike[id(rows)] = tuple(first.setdefault(key, index) for index, key in enumerate(keys))
+        return self._alike[id(rows)]
+
+    @cached_property
+    def _alike(self) -> dict[int, tuple[int, ...]]:
+        """By the identity of `sizes`' rows."""
+        return {}
+
+    @cached_property
+    def spent(self) -> dict[Any, dict[int, Any]]:
+        """What `planner.cost.layers` has priced already."""
+        return {}
+
+    @cached_property
+    def latest(self) -> dict[Any, Any]:
+        """What `planner.cost.layout` has priced last."""
         return {}
 
 
@@ -199,6 +226,7 @@ def with_constants(work: Workload, constants: Constants) -> Workload:
         constants=constants,
     )
     found.__dict__["sizes"] = work.sizes  # read once: constants do not change which rows there are
+    found.__dict__["_alike"] = work._alike
     return found
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from planner.cost import LayerCost, LayoutCosts, layout_costs, workload
 from planner.errors import LayoutError, MismatchError, UnsupportedError
-from planner.spec import Layout, ModelProfile
+from planner.spec import Cluster, Job, Layout, ModelProfile, NodeGroup
 from planner.spec.profile import LayerProfile
+from profiler.counted import counted_profile
 from tests.builders import cluster, job, layer, link, profile
 
 MICROSECOND = 1000
@@ -298,3 +299,31 @@ def test_layer_that_uses_shared_parameters_twice_is_one_user() -> None:
     """A profile may name a layer twice; it still holds one copy, and shares with nobody."""
     model = profile(layer(parameters=1000) * 3, shared=[((1, 1), 1000)])
     assert costs_of(model, pipeline_parallel_degree=3).shared[0].layers == (1,)
+
+
+def test_prices_do_not_depend_on_what_was_priced_before() -> None:
+    """A workload keeps what its layouts share: each costs in any sequence what it costs alone."""
+    model = counted_profile("qwen3-30b-a3b", sequence_length=4096)
+    step = Job(global_batch_size=32, sequence_length=4096)
+    machines = Cluster(node_groups=(NodeGroup(device="h100-sxm5-80gb", nodes=2, devices_per_node=4),))
+    shapes: list[dict[str, Any]] = [
+        {"data_parallel_degree": 4, "pipeline_parallel_degree": 2, "expert_parallel_degree": 2},
+        {"data_parallel_degree": 2, "pipeline_parallel_degree": 4, "expert_parallel_degree": 2},
+        {"data_parallel_degree": 8},
+    ]
+    several: list[dict[str, Any]] = [
+        {"rank_order": "tp-cp-pp-dp"},
+        {"zero_stage": 3},
+        {"zero_stage": 3, "zero_shard_degree": 2},
+        {},
+        {"schedule": "gpipe"},
+    ]
+    layouts = [Layout(**shape, **more) for shape in shapes for more in several]
+    work = workload(model, machines, step)
+    for layout in (*layouts, *reversed(layouts)):
+        alone, among = layout_costs(workload(model, machines, step), layout), layout_costs(work, layout)
+        assert among.layout == layout
+        assert (among.layers, among.shared, among.skips) == (alone.layers, alone.shared, alone.skips)
+        assert among.reduction_latency_ticks == alone.reduction_latency_ticks
+        boundaries = range(layout.pipeline_parallel_degree - 1)
+        assert [*map(among.transfers_behind, boundaries)] == [*map(alone.transfers_behind, boundaries)]
