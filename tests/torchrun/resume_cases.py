@@ -27,7 +27,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2-tp2": {"sizes": (2, 4), "tensor": 2, "micro_batches": 4},
     "dp4": {"sizes": (6,), "data": 4, "micro_batches": 1},
     "dp4-zero3": {"sizes": (6,), "data": 4, "micro_batches": 1, "zero": 3},
-    "pp2-dp2-zero1": {"sizes": (3, 3), "data": 2, "micro_batches": 2, "zero": 1},
+    "pp2-dp2-zero1": {"sizes": (3, 3), "data": 2, "shares": (3, 1), "zero": 1, "rank_order": "tp-cp-pp-dp"},
     "tp2-dp2-zero3": {"sizes": (6,), "tensor": 2, "data": 2, "micro_batches": 2, "zero": 3},
 }
 FP16: dict[str, Any] = {"sizes": (3, 3), "data": 2, "micro_batches": 2, "precision": "fp16-mixed"}
@@ -104,8 +104,8 @@ def other_layouts(folder: Path) -> dict[str, Any]:
 
 
 def sharded(folder: Path) -> dict[str, Any]:
-    """6 steps without ZeRO; 2 each in ZeRO 3, in another split with ZeRO 1, and in ZeRO 3 beside tensor parallelism.
-    With master copies in bf16, in ZeRO 3: 4 steps, and 2 + 2.
+    """6 steps without ZeRO; 2 each in ZeRO 3, in another split with ZeRO 1, where replicas have uneven shares and ranks
+    another order, and in ZeRO 3 beside tensor parallelism. With master copies in bf16, in ZeRO 3: 4 steps, and 2 + 2.
     """
     runs = Runs("tied-llama", folder)
     straight, _ = runs.train(LAYOUTS["dp4"], 6)
