@@ -5,6 +5,8 @@
           schedule, micro-batch size, ZeRO stage or recomputation alone
     (A3)  each is the best of a few layouts of its degrees, with the best stage map found by a fixed amount of work: a
           real plan, but not proven to be the best of its degrees
+    (A4)  of the groups of ranks that may share out the states of a ZeRO stage only one is looked at: that of the least
+          bound, or the largest where that is no more than 1 % above; so many near twins would take up all of (A3)
 
 Work is counted, not timed, so that the answer is always the same.                                      -> rivals()
 """
@@ -54,10 +56,10 @@ def rivals(state: State, top: int) -> tuple[Candidate, ...]:
 
 
 def _looked_at(state: State, best: Candidate, budget: int, top: int) -> Iterator[Candidate]:
-    """Plans of other layouts, by (A1) and (A3)."""
+    """Plans of other layouts, by (A1), (A3) and (A4)."""
     # Everything is looked at as if there were no incumbent; the search's own state stays as it is.
-    free = State(state.work, state.considered, float("inf"), Callbacks())
-    heap = list(state.bounds.values())
+    free = State(state.work, state.considered, float("inf"), Callbacks(), nearest=set(state.nearest))
+    heap = list(_nearest(free, state.bounds.values()))
     heapq.heapify(heap)
     seen: Counter[tuple[int, ...]] = Counter()
     fastest: dict[tuple[int, ...], int] = {}
@@ -70,13 +72,18 @@ def _looked_at(state: State, best: Candidate, budget: int, top: int) -> Iterator
             return
         budget -= 1
         if not _is_ready(one):
-            _push_all(heap, take_up(free, one))
+            _push_all(heap, _nearest(free, list(take_up(free, one))))
             continue
         seen[here] += 1
         candidate = _candidate(one)
         if candidate is not None:
             fastest[here] = min(candidate.ticks, fastest.get(here, candidate.ticks))
             yield candidate
+
+
+def _nearest(state: State, parts: Iterable[Open]) -> Iterator[Open]:
+    """Without those of other groups of ranks: equation (A4)."""
+    return (part for part in parts if isinstance(part.item, Family) or part.order[:2] in state.nearest)
 
 
 def _push_all(heap: list[Open], parts: Iterable[Open]) -> None:

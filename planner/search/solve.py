@@ -11,7 +11,7 @@
     (F5)  of the ways to share out ZeRO's states those are left out that another one dominates
                                                                                    -> planner.search.sharding
 
-    (F6)  before all that, a plan at once: the most even cut of a family that fits                   -> _dive()
+    (F6)  before all that, a plan at once: the most even cut of a family that fits                   -> dive()
 
 Ties go to the smaller bound, then to the order of enumeration, so the same request gives the same plan.
 """
@@ -41,7 +41,7 @@ from planner.search.result import Callbacks, Candidate, Progress
 from planner.search.segments import LayerModes, allowed_modes, uniform_modes
 from planner.search.sharding import worth_opening
 from planner.search.space import Family, Order, Space, Zero, recompute_wish
-from planner.spec.layout import Layout, RecomputeWord
+from planner.spec.layout import Layout, RecomputeWord, ZeroStage
 from planner.spec.plan import Options, SearchReport
 
 _OPTIMAL_GAP = 1e-6
@@ -49,6 +49,8 @@ _DIVES = 8
 """Cuts tried for a first plan."""
 _DIVED_INTO = 100
 """Families looked at for it."""
+_TWINS = 0.01
+"""Bounds of groups of ranks that differ by less are as good as the same to whoever looks for alternatives."""
 _NEAREST = 8
 """Families among which the nearest misses are looked for."""
 
@@ -142,6 +144,9 @@ class State:
     """Latest bound of everything that may fit, by its place in the enumeration."""
     ceiling: int = NO_LIMIT
     """Only plans of fewer ticks matter."""
+    nearest: set[tuple[int, ...]] = field(default_factory=set)
+    """Places of those groups of layouts whose bound is clearly the least of their family and ZeRO stage, else of those
+    that need least memory."""
 
     @property
     def wish(self) -> tuple[str, ...]:
@@ -224,7 +229,7 @@ def search(work: Workload, space: Space, options: Options, callbacks: Callbacks)
     """Find and prove the best plan of the space: equations (F1) to (F4). Where the search ended."""
     state = begin(work, space, options, callbacks)
     if state.seconds_left() > 0:
-        _dive(state)
+        dive(state)
     while state.is_open and state.seconds_left() > 0:
         advance(state)
     state.settle()
@@ -239,7 +244,7 @@ def begin(work: Workload, space: Space, options: Options, callbacks: Callbacks, 
     return state
 
 
-def _dive(state: State) -> None:
+def dive(state: State) -> None:
     """A plan at once, wherever one is found: the most even cut of a family that fits, in the order of their bounds."""
     families = [one.item for one in sorted(state.heap) if isinstance(one.item, Family)]
     tries = _DIVES
@@ -273,10 +278,14 @@ def advance(state: State) -> None:
 
 
 def _families(work: Workload, space: Space) -> Iterator[Open]:
-    """Families with what their layers take at least: M micro-batches of all layers, spread evenly over the ranks."""
+    """Families with what their layers take at least: M micro-batches of all layers, spread evenly over the ranks; on
+    several node groups by equation (D11)."""
     known: dict[tuple[int, int, int, int, bool], tuple[int, int, int]] = {}
     for place, family in enumerate(space.families):
-        if family.split not in known or work.groups:  # where devices differ, so do families of the same degrees
+        if work.groups:
+            yield Open(family.standing.least_ticks, (place,), family)
+            continue
+        if family.split not in known:
             known[family.split] = _least_work(work, family)
         total, longest, passing = known[family.split]
         count = family.micro_batches
@@ -309,9 +318,16 @@ def take_up(state: State, one: Open) -> Iterator[Open]:
 
 def _groups(state: State, one: Open, family: Family) -> Iterator[Open]:
     """Every way to share out states that is worth a look: equation (F5)."""
+    stages: dict[ZeroStage, list[Open]] = {}
     for place, zero, costs, modes in worth_opening(state.work, family, state.wish):
         bound = max(one.bound_ticks, any_order_bound(costs, modes))
-        yield Open(bound, (*one.order, place), Group(family, zero, costs))
+        found = Open(bound, (*one.order, place), Group(family, zero, costs))
+        stages.setdefault(zero.stage, []).append(found)
+        yield found
+    for groups in stages.values():
+        least = min(groups)
+        is_twin = groups[0].bound_ticks <= least.bound_ticks * (1 + _TWINS)
+        state.nearest.add((groups[0] if is_twin else least).order)
 
 
 def _orders(state: State, one: Open, group: Group) -> Iterator[Open]:
