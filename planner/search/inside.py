@@ -90,6 +90,8 @@ class LayoutSearch:
         self.limit = limit_ticks
         self.bound = 0
         self.best: tuple[StageMap, Step] | None = None
+        self.judged: tuple[StageMap, Step] | None = None
+        """The fastest stage map that was simulated, below the limit or not."""
         self.is_empty = windows.is_empty
         self.lanes = lanes_of(costs, modes, windows, must_fit=must_fit)
         fits = [np.zeros(0, bool) if self.is_empty else lane.segments.fits for lane in self.lanes]
@@ -145,6 +147,8 @@ class LayoutSearch:
             return
         steps = [self._simulate(lane, stage_map) for lane in self.lanes]
         slowest = max(steps, key=lambda step: step.total_ticks)
+        if self.judged is None or slowest.total_ticks < self.judged[1].total_ticks:
+            self.judged = stage_map, slowest
         if slowest.total_ticks < self.limit:
             self.best, self.limit = (stage_map, slowest), slowest.total_ticks
 
@@ -237,12 +241,17 @@ def first_plan(
         limit_ticks: only stage maps faster than this matter.
         rounds: solutions of the master problem.
     """
-    for limit in limits_of(limit_ticks, bound_ticks):
-        search = LayoutSearch(costs, modes, limit_ticks=limit)
+    if windows_of(costs, Kinds.of(modes), in_flight(costs), room_bytes(costs), limit_ticks).is_empty:
+        return None
+    trials = list(limits_of(limit_ticks, bound_ticks))
+    while trials:
+        search = LayoutSearch(costs, modes, limit_ticks=trials.pop(0))
         search.start()
         search.improve(rounds)
-        if search.best:
-            return search.best
+        if search.judged and search.judged[1].total_ticks < limit_ticks:
+            return search.judged
+        if not search.is_empty:  # there may be one, but not where this little work finds it
+            del trials[:-1]
     return None
 
 
