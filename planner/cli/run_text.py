@@ -67,8 +67,7 @@ def _memory(plan: Plan, measured: MeasuredRun) -> str:
         for rank in measured.ranks
     ]
     found = table(("rank", "pipeline rank", "predicted peak", "measured peak", "predicted is off by"), rows)
-    differ = plan.layout.has_uneven_shares or len(plan.cluster.node_groups) > 1
-    return f"{found}\npredicted for the replica that has the least room" if differ else found
+    return f"{found}\npredicted for the replica that has the least room" if plan.replicas_differ else found
 
 
 def _off(predicted: float, measured: float) -> str:

@@ -46,10 +46,11 @@ def ran_out(error: BaseException, plan: Plan, *, rank: int, pipeline: int, where
     asked = asked_bytes(error)
     wanted = "more memory" if asked is None else f"{asked} bytes more"
     row = next((row for row in plan.prediction.memory if row.pipeline_rank == pipeline), None)
+    whose = " for the replica that has the least room" if plan.replicas_differ else ""
     promised = (
         "the plan has no prediction"
         if row is None
-        else f"the plan predicted a peak of {row.peak_bytes} of {row.capacity_bytes} bytes"
+        else f"the plan predicted a peak of {row.peak_bytes} of {row.capacity_bytes} bytes{whose}"
     )
     needed = used_bytes + (asked or 0)
     return RunError(

@@ -261,6 +261,16 @@ class Plan(Document):
         """What the plan uses of the request's cluster."""
         return self.request.cluster.part(Counter(row.node for row in self.placement))
 
+    @property
+    def replicas_differ(self) -> bool:
+        """Some data-parallel rank runs more micro-batches than another one, or has a stage on another node group."""
+        groups = (index for index, group in enumerate(self.request.cluster.node_groups) for _ in range(group.nodes))
+        of_node = dict(enumerate(groups))
+        places: dict[int, set[tuple[int, int | None]]] = {}
+        for row in self.placement:
+            places.setdefault(row.data, set()).add((row.pipeline, of_node.get(row.node)))
+        return self.layout.has_uneven_shares or len(set(map(frozenset, places.values()))) > 1
+
     def to_json(self) -> dict[str, Any]:
         """Plain data, as written to plan.json."""
         return self.model_dump(mode="json", by_alias=True)

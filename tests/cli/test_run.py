@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from api.settings import Settings
+from planner.cli.run_text import run_text
 from planner.executor.failure import read_stopped, write_stopped
 from planner.spec import MeasuredRun, Plan, read
 from planner.spec.measured import MeasuredRank
@@ -109,6 +110,15 @@ def test_predicted_beside_measured(planner: Command, plan_path: Path, calls: lis
     assert "-50.0 %" in ended.out
     assert "single process" in ended.out
     assert len(calls) == 1
+
+
+def test_the_replica_that_memory_is_predicted_for_is_told(plan_path: Path) -> None:
+    """Where replicas have other shares, one row of the plan stands for all of them."""
+    plan = read(Plan, plan_path)
+    told = "predicted for the replica that has the least room"
+    assert told not in run_text(plan, measured_run(plan))
+    shared = plan.layout.model_copy(update={"micro_batch_shares": (3, 1)})
+    assert told in run_text(plan.model_copy(update={"layout": shared}), measured_run(plan))
 
 
 def test_json_and_file(planner: Command, plan_path: Path, calls: list[dict[str, Any]], tmp_path: Path) -> None:

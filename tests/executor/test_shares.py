@@ -12,6 +12,7 @@ from planner.errors import LayoutError, UnsupportedError
 from planner.executor.shares import ONE_STAGE_SCHEDULES, Share, share_of
 from planner.executor.support import check_plan
 from planner.schedule import build
+from planner.spec import Cluster
 from tests.executor.plans import make_plan
 
 LAYERS = ("a", "b", "c", "d")
@@ -70,6 +71,19 @@ def test_shares_must_make_the_batch(shares: tuple[int, ...]) -> None:
     with pytest.raises(LayoutError) as caught:
         check_plan(other)
     assert caught.value.problems[0].field == "layout.micro_batch_shares"
+
+
+def test_replicas_differ_by_share_or_node_group() -> None:
+    """Those whose stages stand on the same groups, each on its own, and that have equal shares, act alike."""
+    assert make_plan(LAYERS, data=2, shares=(3, 1)).replicas_differ
+    plan = make_plan(LAYERS, (2, 2), data=2)
+    (group,) = plan.request.cluster.node_groups
+    groups = (group.model_copy(update={"devices_per_node": 2}),) * 2
+    request = plan.request.model_copy(update={"cluster": Cluster(node_groups=groups)})
+    for order, differ in (("tp-cp-dp-pp", False), ("tp-cp-pp-dp", True)):
+        placement = make_plan(LAYERS, (2, 2), data=2, rank_order=order).placement  # type: ignore[arg-type]
+        rows = tuple(row.model_copy(update={"node": row.rank // 2}) for row in placement)
+        assert plan.model_copy(update={"request": request, "placement": rows}).replicas_differ is differ
 
 
 def test_micro_batches_are_those_of_the_largest_share() -> None:
