@@ -81,12 +81,16 @@ class StepCheck:
         return flops * sum(facts.shares) * each / (seconds * sum(known))
 
 
-def check_prediction(plan: Plan, facts: Facts, findings: Findings) -> None:
-    """Every number of the plan's prediction against the recomputed one."""
+def recompute(plan: Plan, facts: Facts) -> Prediction | None:
+    """The prediction of the plan's own stage map and actions; None when nothing takes any time."""
     order = {layer.name: index for index, layer in enumerate(facts.profile.layers)}
     stage_map = [[(order[layer.name], layer.recompute) for layer in stage.layers] for stage in plan.stages]
-    step = StepCheck(Cells(facts), stage_map, parse(plan.actions))
-    recomputed = step.prediction()
+    return StepCheck(Cells(facts), stage_map, parse(plan.actions)).prediction()
+
+
+def check_prediction(plan: Plan, facts: Facts, findings: Findings) -> None:
+    """Every number of the plan's prediction against the recomputed one."""
+    recomputed = recompute(plan, facts)
     if recomputed is None:
         findings.wrong("prediction.step_seconds", f"the plan says {plan.prediction.step_seconds}, recomputed 0.")
         return
