@@ -1,4 +1,5 @@
-"""Plans for a run that has lost devices or got them back: by this process' own search, or by a service over HTTP."""
+"""Plans for a run that has lost devices or nodes, or got them back: by this process' own search, or by a service over
+HTTP."""
 
 from __future__ import annotations
 
@@ -6,57 +7,33 @@ import shlex
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
+from math import gcd
 from typing import Any
 
 from planner.cli.inputs import profile_behind
 from planner.cli.rebalance import rebalanced
 from planner.cli.service import WAIT_SECONDS, exchange
-from planner.errors import RunError, UnsupportedError
+from planner.errors import PlannerError, RunError, UnsupportedError
 from planner.executor.weigh import Rebalanced
 from planner.spec import Cluster, Forecast, Infeasible, Job, ModelProfile, Options, Plan, parse
 
 SEARCH_SECONDS = 20.0
 """For each number of devices: ranks stand still meanwhile."""
+PLANNING_SECONDS = 60.0
+"""For all questions about nodes that are left: then the best plan so far is taken."""
 
 Search = Callable[[Cluster], Plan | Infeasible]
 
 
-class Replanner:
-    """Plans for what has become of the plan's one node; see `planner.executor.elastic.Planner`.
-
-    Fewer devices than there are may be faster, for a batch divides by 2 and not by 3: all numbers from half of them on
-    are asked for, and still fewer only while nothing fits.
+class PlanRebalancer:
+    """Partitions for ranks of unequal speed; see `planner.executor.weigh.Rebalancer`.
 
     Args:
         plan: that the run began with.
-        search: finds the plan of a cluster.
-
-    Raises:
-        UnsupportedError: the plan needs several nodes.
     """
 
-    def __init__(self, plan: Plan, search: Search) -> None:
-        groups = plan.request.cluster.node_groups
-        if len(groups) > 1 or groups[0].nodes > 1:
-            raise UnsupportedError(
-                "the plan's cluster has several nodes, and one command cannot supervise them.",
-                field="request.cluster",
-                mend="start the printed commands, which torchrun's rendezvous holds together.",
-            )
-        self._cluster = plan.request.cluster
+    def __init__(self, plan: Plan) -> None:
         self._profile = profile_behind(plan, None)
-        self._search = search
-
-    def for_devices(self, devices: int) -> Plan | Infeasible:
-        """The fastest plan on at most so many devices."""
-        best: Plan | None = None
-        first: Infeasible | None = None
-        for found in self._answers(devices):
-            if isinstance(found, Infeasible):
-                first = first or found
-            elif best is None or found.prediction.step_seconds < best.prediction.step_seconds:
-                best = found
-        return best or first or Infeasible(reasons=("there is no device.",))
 
     def busy_seconds(self, plan: Plan) -> tuple[float, ...]:
         """Predicted seconds of every pipeline rank's actions in one step."""
@@ -78,6 +55,44 @@ class Replanner:
         profile = plan.request.profile or self._profile
         return rebalanced(plan, profile, slowdown)
 
+
+class Replanner(PlanRebalancer):
+    """Plans for what has become of the plan's one node; see `planner.executor.elastic.Planner`.
+
+    Fewer devices than there are may be faster, for a batch divides by 2 and not by 3: all numbers from half of them on
+    are asked for, and still fewer only while nothing fits.
+
+    Args:
+        plan: that the run began with.
+        search: finds the plan of a cluster.
+
+    Raises:
+        UnsupportedError: the plan needs several nodes.
+    """
+
+    def __init__(self, plan: Plan, search: Search) -> None:
+        groups = plan.request.cluster.node_groups
+        if len(groups) > 1 or groups[0].nodes > 1:
+            raise UnsupportedError(
+                "the plan's cluster has several nodes, and one command cannot supervise them.",
+                field="request.cluster",
+                mend="give --nodes MIN:MAX too, for a command that every node starts.",
+            )
+        super().__init__(plan)
+        self._cluster = plan.request.cluster
+        self._search = search
+
+    def for_devices(self, devices: int) -> Plan | Infeasible:
+        """The fastest plan on at most so many devices."""
+        best: Plan | None = None
+        first: Infeasible | None = None
+        for found in self._answers(devices):
+            if isinstance(found, Infeasible):
+                first = first or found
+            elif best is None or found.prediction.step_seconds < best.prediction.step_seconds:
+                best = found
+        return best or first or Infeasible(reasons=("there is no device.",))
+
     def _answers(self, devices: int) -> Iterator[Plan | Infeasible]:
         found = False
         for count in range(devices, 0, -1):
@@ -90,6 +105,74 @@ class Replanner:
     def _of(self, devices: int) -> Cluster:
         group = self._cluster.node_groups[0].model_copy(update={"devices_per_node": devices})
         return self._cluster.model_copy(update={"node_groups": (group,)})
+
+
+class NodeReplanner(PlanRebalancer):
+    """Plans for the nodes that are there; see `planner.executor.nodes.NodePlanner`.
+
+    Asked for are all of their devices, where the search can plan for unequal nodes; and equal parts of them: so many
+    nodes with so many devices each. Fewer may be faster, for a batch divides by 4 and not by 3. The most devices come
+    first, then those that share the largest divisor with the batch; after `PLANNING_SECONDS` the best so far is taken.
+
+    Args:
+        plan: that the run began with.
+        search: finds the plan of a cluster.
+
+    Raises:
+        UnsupportedError: the plan's cluster has several kinds of nodes.
+    """
+
+    def __init__(self, plan: Plan, search: Search) -> None:
+        groups = plan.request.cluster.node_groups
+        kinds = [group.model_copy(update={"name": "", "nodes": 1, "devices_per_node": 1}) for group in groups]
+        if any(kind != kinds[0] for kind in kinds):
+            raise UnsupportedError(
+                "the plan's cluster has several kinds of nodes, and which of them are there is not known.",
+                field="request.cluster",
+                mend="plan for one kind of node, or run without --elastic.",
+            )
+        super().__init__(plan)
+        self._cluster = plan.request.cluster
+        self._batch = plan.request.job.global_batch_size
+        self._search = search
+
+    def for_nodes(self, devices: Sequence[int]) -> Plan | Infeasible:
+        """The fastest plan on nodes with at most so many devices each."""
+        best: Plan | None = None
+        first: Infeasible | None = None
+        until = time.monotonic() + PLANNING_SECONDS
+        for nodes in self._candidates(devices):
+            if (best or first) and time.monotonic() > until:
+                break
+            try:
+                found = self._search(self._of(nodes))
+            except PlannerError as error:
+                found = Infeasible(reasons=(str(error),))
+            if isinstance(found, Infeasible):
+                first = first or found
+            elif best is None or found.prediction.step_seconds < best.prediction.step_seconds:
+                best = found
+        return best or first or Infeasible(reasons=("there is no device.",))
+
+    def _candidates(self, devices: Sequence[int]) -> list[tuple[int, ...]]:
+        """What to ask for, in order; at least half of the devices, unless nothing larger is equal."""
+        there = sorted(devices, reverse=True)
+        equal = {(each,) * count for count, most in enumerate(there, 1) for each in range(1, most + 1)}
+        largest = max(map(sum, equal), default=0)
+        asked = {nodes for nodes in equal if 2 * sum(nodes) >= largest}
+        if len(set(there)) > 1:
+            asked.add(tuple(there))
+        most = max(map(sum, asked), default=0)
+        return sorted(asked, key=lambda nodes: (sum(nodes) < most, -gcd(sum(nodes), self._batch), -sum(nodes), nodes))
+
+    def _of(self, nodes: Sequence[int]) -> Cluster:
+        """A cluster of nodes with so many devices each."""
+        group = self._cluster.node_groups[0]
+        groups = tuple(
+            group.model_copy(update={"nodes": nodes.count(each), "devices_per_node": each})
+            for each in sorted(set(nodes), reverse=True)
+        )
+        return self._cluster.model_copy(update={"node_groups": groups})
 
 
 def discovered_by(command: str) -> Callable[[], tuple[int, ...]]:

@@ -16,6 +16,7 @@ from planner.cli.arguments import (
 )
 from planner.cli.console import STDOUT, check_output, data, to_json, words, write
 from planner.cli.failures import DONE
+from planner.cli.run_nodes import add_nodes, check_node_options, node_command, train_nodes
 from planner.cli.run_text import run_text
 from planner.cli.service import check_address, exchange
 from planner.cli.units import percent
@@ -28,7 +29,7 @@ WORKERS = ("output", "metrics")
 """Options that the ranks' own command takes too."""
 LOCAL_ONLY = (*WORKERS, "reference_steps", "report", "elastic")
 """Options of the launcher here; on several nodes torchrun is started by the user."""
-ELASTIC_ONLY = ("planner", "restarts", "cooldown", "discover")
+ELASTIC_ONLY = ("planner", "restarts", "cooldown", "discover", "nodes")
 """Options that say how a run survives."""
 
 
@@ -117,6 +118,7 @@ def _add_elastic(parser: argparse.ArgumentParser) -> None:
         metavar="COMMAND",
         help="with --elastic: a command that prints the indices of this node's usable devices",
     )
+    add_nodes(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -126,19 +128,26 @@ def run(arguments: argparse.Namespace) -> int:
     _check_elastic(arguments)
     for name in ("report", "planner"):
         check_address(getattr(arguments, name), option=f"--{name}")
+    check_node_options(arguments)
+    if arguments.nodes is not None:
+        return _run_nodes(plan, model, arguments)
     if len({row.node for row in plan.placement}) > 1:
         _print_commands(plan, model, arguments)
         return DONE
     for path in (arguments.output, arguments.metrics):
         check_output(path)
-    measured = _train(plan, model, arguments)
+    return _tell(plan, _train(plan, model, arguments), arguments)
+
+
+def _tell(plan: Plan, measured: MeasuredRun, arguments: argparse.Namespace, *, to_service: bool = True) -> int:
+    """The report, wherever it is wanted."""
     if arguments.output is not None:
         write(arguments.output, to_json(measured))
     if not arguments.json:
         (words if arguments.output == STDOUT else data)(run_text(plan, measured))
     elif arguments.output != STDOUT:
         data(to_json(measured))
-    if arguments.report is not None:
+    if arguments.report is not None and to_service:
         _report(measured, arguments.report)
     return DONE
 
@@ -171,23 +180,20 @@ def _train(plan: Plan, model: str, arguments: argparse.Namespace) -> MeasuredRun
     return run_plan(
         plan,
         None if arguments.plan == STDOUT else arguments.plan,
-        model=model,
-        steps=arguments.steps,
-        data=arguments.data,
-        loss=arguments.loss,
-        seed=arguments.seed,
-        learning_rate=arguments.learning_rate,
-        max_gradient_norm=arguments.max_gradient_norm,
-        device=arguments.device,
         metrics=arguments.metrics,
         log=words,
         reference_steps=arguments.reference_steps or 0,
-        timeout_seconds=arguments.timeout,
-        weights=arguments.weights,
-        deterministic=arguments.deterministic,
         elastic=_elastic(plan, arguments),
-        **_checkpoints(arguments),
+        **_settings(model, arguments),
     )
+
+
+def _settings(model: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Fields of `planner.executor.settings.RunSettings`."""
+    names = ("steps", "data", "loss", "seed", "learning_rate", "max_gradient_norm", "device", "weights")
+    kept = ("deterministic", "checkpoint_dir", "checkpoint_every", "keep", "resume")
+    given = {name: getattr(arguments, name) for name in (*names, *kept)}
+    return {"model": model, "timeout_seconds": arguments.timeout, **given}
 
 
 def _check_elastic(arguments: argparse.Namespace) -> None:
@@ -211,8 +217,16 @@ def _elastic(plan: Plan, arguments: argparse.Namespace) -> ElasticPolicy | None:
     )
 
 
-def _checkpoints(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(arguments, name) for name in ("checkpoint_dir", "checkpoint_every", "keep", "resume")}
+def _run_nodes(plan: Plan, model: str, arguments: argparse.Namespace) -> int:
+    """Take part in an elastic run over several nodes, or print the command that each of them starts."""
+    settings = _settings(model, arguments)
+    if arguments.rendezvous is None:
+        line = node_command(plan, settings, arguments)
+        words(f"start this command on each of {arguments.nodes} nodes; RENDEZVOUS is HOST:PORT of their store")
+        data(to_json({"commands": [line]}) if arguments.json else line)
+        return DONE
+    measured, is_first = train_nodes(plan, settings, arguments)
+    return _tell(plan, measured, arguments, to_service=is_first)
 
 
 def _print_commands(plan: Plan, model: str, arguments: argparse.Namespace) -> None:
@@ -225,26 +239,17 @@ def _print_commands(plan: Plan, model: str, arguments: argparse.Namespace) -> No
             raise DocumentError(
                 "the plan needs several nodes, which this command does not start itself.",
                 field=option,
-                mend=f"leave {option} out{', and give it to the printed commands' if name in WORKERS else ''}.",
+                mend=_without(name, option),
             )
-    found = node_commands(
-        plan,
-        arguments.plan,
-        model=model,
-        steps=arguments.steps,
-        data=arguments.data,
-        loss=arguments.loss,
-        seed=arguments.seed,
-        learning_rate=arguments.learning_rate,
-        max_gradient_norm=arguments.max_gradient_norm,
-        device=arguments.device,
-        timeout_seconds=arguments.timeout,
-        weights=arguments.weights,
-        deterministic=arguments.deterministic,
-        **_checkpoints(arguments),
-    )
+    found = node_commands(plan, arguments.plan, **_settings(model, arguments))
     lines = [each.text for each in found]
     words(f"start one of these {len(lines)} commands on each node; MASTER_ADDR is the address of the first node")
     if len(plan.request.cluster.node_groups) > 1:
         words("\n".join(f"  {place}: node {each.node}, of {each.group}" for place, each in enumerate(found, 1)))
     data(to_json({"commands": lines}) if arguments.json else "\n".join(lines))
+
+
+def _without(name: str, option: str) -> str:
+    if name == "elastic":
+        return "give --nodes MIN:MAX too."
+    return f"leave {option} out{', and give it to the printed commands' if name in WORKERS else ''}."

@@ -22,6 +22,7 @@ from pydantic import Field
 from planner.errors import DocumentError, MismatchError, RunError
 from planner.executor.settings import CheckpointPolicy
 from planner.spec.document import Document, digest, read
+from planner.spec.layout import Layout
 from planner.spec.plan import Plan
 
 MANIFEST = "manifest.json"
@@ -88,14 +89,16 @@ class Manifest(Document):
 
 def layout_digest(plan: Plan) -> str:
     """sha256 of where everything is computed: layout, stages and placement."""
-    parts = {name: getattr(plan, name) for name in ("layout", "stages", "placement")}
-    rows = {
-        name: part.model_dump(mode="json")
-        if isinstance(part, Document)
-        else [row.model_dump(mode="json") for row in part]
-        for name, part in parts.items()
-    }
-    return digest(rows)
+    layout = plan.layout.model_dump(mode="json")
+    for name in _LATER:
+        if layout[name] == Layout.model_fields[name].default:
+            del layout[name]
+    rows = {name: [row.model_dump(mode="json") for row in getattr(plan, name)] for name in ("stages", "placement")}
+    return digest({"layout": layout, **rows})
+
+
+_LATER = ("rank_order", "micro_batch_shares", "zero_shard_degree")
+"""Fields that layouts did not always have: unused, they do not count, so that the layouts of old checkpoints hold."""
 
 
 def final_path(folder: Path, step: int) -> Path:
@@ -113,6 +116,12 @@ def complete(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if COMPLETE.fullmatch(path.name) and (path / MANIFEST).is_file())
+
+
+def newest_step(folder: Path) -> int:
+    """Steps of the newest complete checkpoint; 0 when there is none."""
+    found = complete(folder)
+    return read_manifest(found[-1]).step if found else 0
 
 
 def check_policy(policy: CheckpointPolicy) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from planner.errors import DocumentError, PlannerError, RunError, UnsupportedError
-from planner.executor.checkpoint_folder import complete, read_manifest
+from planner.executor.checkpoint_folder import newest_step
 from planner.executor.settings import RunSettings
 from planner.executor.support import check_plan
 from planner.executor.torchrun import Ended, Log, StepLine, Torchrun
@@ -302,9 +302,3 @@ class _Launch:
         self.kept = kept
         """Steps of the newest complete checkpoint that was looked at."""
         self.pace = Pace(plan, kept)
-
-
-def newest_step(folder: Path) -> int:
-    """Steps of the newest complete checkpoint; 0 when there is none."""
-    found = complete(folder)
-    return read_manifest(found[-1]).step if found else 0

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from planner.executor.pieces import pieces_of
 from planner.executor.report import gather, rank_of
 from planner.executor.settings import DEFAULT_LEARNING_RATE, DEFAULT_TIMEOUT_SECONDS, CheckpointPolicy
 from planner.executor.stopping import StopRequest
-from planner.executor.support import check_plan, check_world
+from planner.executor.support import check_plan, check_started, check_world
 from planner.executor.training import Metrics, Trainer
 from planner.executor.weights import Weights
 from planner.spec.document import read
@@ -79,6 +80,8 @@ class Executor:
         self.plan = plan if isinstance(plan, Plan) else read(Plan, plan)
         grid = check_plan(self.plan)
         check_world(self.plan, world_size())
+        if not dist.is_initialized():  # else the script says which process is which rank
+            check_started(self.plan, os.environ)
         self.source = as_planned(self.plan, model if isinstance(model, ModelSource) else load_model(model))
         check_model(self.plan, self.source)
         _check_loss(self.plan, self.source, loss)
@@ -110,6 +113,7 @@ class Executor:
         metrics: str | Path | None = None,
         on_step: Callable[[Metrics], None] | None = None,
         checkpoints: CheckpointPolicy | None = None,
+        asked_to_stop: Callable[[], bool] | None = None,
     ) -> MeasuredRun:
         """Train up to this step and return what happened, the same on every rank.
 
@@ -118,6 +122,7 @@ class Executor:
             metrics: file for one JSON line per step, written by rank 0.
             on_step: called on rank 0 after every step.
             checkpoints: where to keep them. With them, SIGTERM ends the run after the step at hand (`stopped`).
+            asked_to_stop: asked at the end of every step, in place of SIGTERM: where it is told on one rank, all stop.
 
         Raises:
             DocumentError: the checkpoint folder cannot be used, or its newest checkpoint is of the last step already.
@@ -133,9 +138,9 @@ class Executor:
         reset_peak(self.device)
         with (
             _reporter(self.mesh.rank == 0, metrics, on_step, first) as report,
-            nullcontext(None) if keeper is None else StopRequest() as asked_to_stop,
+            nullcontext(asked_to_stop) if keeper is None or asked_to_stop is not None else StopRequest() as asked,
         ):
-            records = self._trainer.train(steps, report, first=first, keeper=keeper, asked_to_stop=asked_to_stop)
+            records = self._trainer.train(steps, report, first=first, keeper=keeper, asked_to_stop=asked)
         peak = peak_bytes(self.device)
         mine = rank_of(self.part.module, self.part.optimizer, self.mesh, peak_bytes=peak)
         measured = gather(self.plan, self.source.name, self.device, mine, records, first)
@@ -248,14 +253,23 @@ def _join(device: torch.device, timeout_seconds: float) -> bool:
     """Make the default process group unless the script has made one."""
     if dist.is_initialized():
         return False
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    bound = device if device.type == "cuda" else None
-    timeout = timedelta(seconds=timeout_seconds)
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout, device_id=bound)
+        join(device, timeout_seconds)
     else:  # one process that nobody launched
-        dist.init_process_group(backend, timeout=timeout, device_id=bound, store=HashStore(), rank=0, world_size=1)
+        join(device, timeout_seconds, store=HashStore(), rank=0, world_size=1)
     return True
+
+
+def join(device: torch.device, timeout_seconds: float, **meeting: Any) -> None:
+    """Make the default process group.
+
+    Args:
+        meeting: `store`, `rank` and `world_size`; by default torchrun tells them.
+    """
+    is_cuda = device.type == "cuda"
+    timeout = timedelta(seconds=timeout_seconds)
+    backend, bound = ("nccl", device) if is_cuda else ("gloo", None)
+    dist.init_process_group(backend, timeout=timeout, device_id=bound, **meeting)
 
 
 def _check_steps_left(first: int, steps: int) -> None:

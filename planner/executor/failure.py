@@ -7,9 +7,11 @@ import re
 import signal
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import planner.errors
 from planner.errors import PlannerError, Problem, RunError, StoppedError
@@ -24,17 +26,33 @@ FAILURE = re.compile(
 STOPPED_NOTE = "stopped.json"
 
 
-def write_failure(folder: Path, rank: int, error: Exception) -> None:
-    """Leave the error for the launcher."""
+def failure_report(rank: int, error: Exception) -> dict[str, Any]:
+    """The error as plain data."""
     problems = [asdict(problem) for problem in error.problems] if isinstance(error, PlannerError) else []
-    report = {
+    return {
         "rank": rank,
         "seconds": time.time(),
         "kind": type(error).__name__,
         "problems": problems,
         "text": "".join(traceback.format_exception(error)),
     }
-    (folder / f"rank-{rank}.json").write_text(json.dumps(report), encoding="utf-8")
+
+
+def error_of(report: Mapping[str, Any]) -> PlannerError:
+    """The error behind a report; one that was not raised on purpose becomes a `RunError` with its last lines."""
+    if report["problems"]:
+        kind = getattr(planner.errors, report["kind"], RunError)
+        error: PlannerError = kind("", problems=tuple(Problem(**problem) for problem in report["problems"]))
+        return error
+    return RunError(
+        f"rank {report['rank']} failed first:\n{_tail(report['text'])}",
+        mend="correct what the last line names; the ranks after it only lost their neighbour.",
+    )
+
+
+def write_failure(folder: Path, rank: int, error: Exception) -> None:
+    """Leave the error for the launcher."""
+    (folder / f"rank-{rank}.json").write_text(json.dumps(failure_report(rank, error)), encoding="utf-8")
 
 
 def write_stopped(folder: Path, step: int, checkpoint: Path) -> None:
@@ -67,14 +85,7 @@ def read_failure(folder: Path, stderr: str) -> PlannerError:
     if not reports:
         return RunError(f"torchrun failed:\n{_tail(stderr)}", mend="correct what the last lines name.")
     first = min(reports, key=lambda report: (not report["problems"], report["seconds"]))
-    if first["problems"]:
-        kind = getattr(planner.errors, first["kind"], RunError)
-        error: PlannerError = kind("", problems=tuple(Problem(**problem) for problem in first["problems"]))
-        return error
-    return RunError(
-        f"rank {first['rank']} failed first:\n{_tail(first['text'])}",
-        mend="correct what the last line names; the ranks after it only lost their neighbour.",
-    )
+    return error_of(first)
 
 
 def killed_ranks(stderr: str) -> tuple[int, ...]:

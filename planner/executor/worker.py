@@ -9,12 +9,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from planner.executor.checkpoint_folder import final_path
 from planner.executor.failure import write_failure, write_stopped
 from planner.executor.settings import RunSettings
 from planner.executor.stopping import STOPPED
 from planner.executor.training import Metrics
+from planner.spec.plan import Plan
+
+if TYPE_CHECKING:
+    from planner.executor.executor import Executor
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,11 +44,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
+    settings = RunSettings.from_arguments(options)
+    executor = make_executor(options.plan, settings)
+    policy = settings.checkpoints
+    measured = executor.train(settings.steps, metrics=options.metrics, on_step=print_step, checkpoints=policy)
+    if executor.mesh.rank == 0 and options.output:
+        Path(options.output).write_text(measured.model_dump_json(indent=1), encoding="utf-8")
+    if executor.mesh.rank == 0 and executor.stopped and policy is not None and options.failures is not None:
+        step = measured.first_step + measured.steps
+        write_stopped(options.failures, step, final_path(policy.directory, step))
+    executor.close()
+    return STOPPED if executor.stopped else 0
+
+
+def make_executor(plan: Plan | str, settings: RunSettings) -> Executor:
+    """This rank's executor."""
     from planner.executor.executor import Executor
 
-    settings = RunSettings.from_arguments(options)
-    executor = Executor(
-        options.plan,
+    return Executor(
+        plan,
         settings.model,
         data=settings.data,
         loss=settings.loss,
@@ -55,18 +74,10 @@ def _train(options: argparse.Namespace) -> int:
         weights=settings.weights,
         deterministic=settings.deterministic,
     )
-    policy = settings.checkpoints
-    measured = executor.train(settings.steps, metrics=options.metrics, on_step=_print, checkpoints=policy)
-    if executor.mesh.rank == 0 and options.output:
-        Path(options.output).write_text(measured.model_dump_json(indent=1), encoding="utf-8")
-    if executor.mesh.rank == 0 and executor.stopped and policy is not None and options.failures is not None:
-        step = measured.first_step + measured.steps
-        write_stopped(options.failures, step, final_path(policy.directory, step))
-    executor.close()
-    return STOPPED if executor.stopped else 0
 
 
-def _print(metrics: Metrics) -> None:
+def print_step(metrics: Metrics) -> None:
+    """One line of JSON, for the launcher to read."""
     sys.stdout.write(json.dumps(asdict(metrics)) + "\n")
     sys.stdout.flush()
 

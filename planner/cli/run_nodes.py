@@ -1,0 +1,151 @@
+"""`planner run --elastic --nodes MIN:MAX`: a command that every node starts, and that takes part in the same run."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from typing import Any
+
+from planner.cli.arguments import add_option, positive_int, positive_seconds
+from planner.cli.console import STDOUT, check_output, words
+from planner.errors import DocumentError
+from planner.executor.elastic import DEFAULT_RESTARTS
+from planner.executor.nodes import (
+    DEFAULT_HEARTBEAT_SECONDS,
+    DEFAULT_JOIN_SECONDS,
+    DEFAULT_LAST_CALL_SECONDS,
+    NodesPolicy,
+    elastic_folder,
+    run_node,
+)
+from planner.executor.settings import RunSettings
+from planner.spec import MeasuredRun, Plan
+
+RANK = ("-m", "planner.cli.node_rank")
+NODES = re.compile(r"(\d+):(\d+)")
+ONE_NODE_ONLY = ("cooldown", "discover", "reference_steps")
+"""Options of an elastic run on one node: with several, a lost rank's node begins anew with all of its devices."""
+NODES_ONLY = ("rendezvous", "run_id", "devices", "address", "last_call", "join", "heartbeat")
+PRINTED = ("run_id", "devices", "last_call", "join", "heartbeat", "planner", "restarts", "report", "metrics", "output")
+"""Options besides the settings that the printed command has too; every node has an address of its own."""
+
+
+def add_nodes(parser: argparse.ArgumentParser) -> None:
+    """The options of several nodes."""
+    add_option(
+        parser,
+        "--nodes",
+        str,
+        metavar="MIN:MAX",
+        help="with --elastic: train on so many nodes, whichever are there; prints the command that each one starts",
+    )
+    add_option(
+        parser,
+        "--rendezvous",
+        str,
+        metavar="HOST:PORT",
+        help="with --nodes: take part with this node; the store by which the nodes find each other is there",
+    )
+    add_option(parser, "--run-id", str, metavar="ID", help="with --nodes: the same on every node (default: the plan's)")
+    add_option(
+        parser, "--devices", positive_int, metavar="N", help="with --nodes: of this node (default: as in the cluster)"
+    )
+    parser.add_argument("--address", help="with --nodes: of this node, for the others (default: its name)")
+    for name, seconds, text in (
+        ("--last-call", DEFAULT_LAST_CALL_SECONDS, "that the nodes wait for more of them than MIN"),
+        ("--join", DEFAULT_JOIN_SECONDS, "that a node waits for MIN of them, or to be let in"),
+        ("--heartbeat", DEFAULT_HEARTBEAT_SECONDS, "between signs of life: a node is lost when three are missing"),
+    ):
+        add_option(
+            parser,
+            name,
+            positive_seconds,
+            metavar="SECONDS",
+            help=f"with --nodes: seconds {text} (default: {seconds:g})",
+        )
+
+
+def check_node_options(arguments: argparse.Namespace) -> None:
+    """Refuse options that would be ignored.
+
+    Raises:
+        DocumentError: naming one.
+    """
+    names, mend = (NODES_ONLY, "give --nodes MIN:MAX too.") if arguments.nodes is None else (ONE_NODE_ONLY, "")
+    for name in names:
+        if getattr(arguments, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            where = "without" if arguments.nodes is None else "with"
+            raise DocumentError(
+                f"means nothing {where} --nodes.", field=option, mend=mend or f"leave {option} out, or --nodes."
+            )
+
+
+def train_nodes(plan: Plan, settings: dict[str, Any], arguments: argparse.Namespace) -> tuple[MeasuredRun, bool]:
+    """Take part; returns what happened, and whether rank 0 was on this node."""
+    from planner.cli.replan import NodeReplanner, by_search
+
+    for path in (arguments.output, arguments.metrics):
+        check_output(path)
+    NodeReplanner(plan, by_search(plan))  # refuses what cannot be planned for, before anything starts
+    return run_node(
+        plan, RunSettings(**settings), _policy(plan, settings, arguments), metrics=arguments.metrics, log=words
+    )
+
+
+def node_command(plan: Plan, settings: dict[str, Any], arguments: argparse.Namespace) -> str:
+    """The shell command that every node starts; RENDEZVOUS is for the shell to fill in."""
+    from planner.cli.replan import NodeReplanner, by_search
+
+    if arguments.plan == STDOUT:
+        raise DocumentError(
+            "every node reads the plan itself.", field="plan.json", mend="write it to a file that all of them have."
+        )
+    _policy(plan, settings, arguments)
+    NodeReplanner(plan, by_search(plan))
+    chosen = RunSettings(**settings)
+    elastic_folder(chosen, "")
+    command = ["planner", "run", arguments.plan, *_spelt(chosen), "--elastic", "--nodes", arguments.nodes]
+    for name in PRINTED:
+        if getattr(arguments, name) is not None:
+            command += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
+    # The one word that the shell must expand stays unquoted.
+    return f'{shlex.join(command)} --rendezvous "$RENDEZVOUS"'
+
+
+def _spelt(settings: RunSettings) -> list[str]:
+    """As options of this command, which has a shorter name for one of them."""
+    return ["--timeout" if word == "--timeout-seconds" else word for word in settings.to_arguments()]
+
+
+def _policy(plan: Plan, settings: dict[str, Any], arguments: argparse.Namespace) -> NodesPolicy:
+    found = NODES.fullmatch(arguments.nodes)
+    if found is None:
+        raise DocumentError(f"{arguments.nodes!r} is no range.", field="--nodes", mend="give MIN:MAX, e.g. 2:4.")
+    service = () if arguments.planner is None else ("--planner", arguments.planner)
+    return NodesPolicy(
+        least=int(found[1]),
+        most=int(found[2]),
+        run_id=arguments.run_id or plan.id[:12],
+        devices=arguments.devices or _devices(plan),
+        ranks=(*RANK, *service),
+        rendezvous=arguments.rendezvous or "",
+        address=arguments.address,
+        restarts=DEFAULT_RESTARTS if arguments.restarts is None else arguments.restarts,
+        last_call_seconds=arguments.last_call or DEFAULT_LAST_CALL_SECONDS,
+        join_seconds=arguments.join or DEFAULT_JOIN_SECONDS,
+        heartbeat_seconds=arguments.heartbeat or DEFAULT_HEARTBEAT_SECONDS,
+    )
+
+
+def _devices(plan: Plan) -> int:
+    """Of a node, where all have as many."""
+    counts = {group.devices_per_node for group in plan.request.cluster.node_groups}
+    if len(counts) > 1:
+        raise DocumentError(
+            f"nodes of the plan's cluster have {' or '.join(map(str, sorted(counts)))} devices.",
+            field="--devices",
+            mend="give this node's.",
+        )
+    return counts.pop()

@@ -1,0 +1,169 @@
+"""An elastic run over several nodes: the command that every node starts, and what holds the nodes together. Torch-free.
+
+Every node runs the same command: an agent of torchrun (`planner.executor.agent`), which finds the others by a
+rendezvous and starts a rank on each of its devices (`planner.executor.node_rank`). When a node is lost, the agents of
+the others stop their ranks, look for each other again and start new ones. The first of these asks the planner for the
+best plan of the nodes that are left (`planner.executor.agreement`), all get it from the store that they meet in, and go
+on from the last checkpoint, which any plan can load.
+
+    CHECKPOINTS/elastic/RUN/plan-4-4-2.json    the plan of every set of nodes that was planned for
+                            journal.jsonl      launches, steps and decisions (`planner.executor.journal`)
+                            measured.json      when the run has ended
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from planner.errors import DocumentError, StoppedError
+from planner.executor.elastic import DEFAULT_RESTARTS
+from planner.executor.failure import read_failure
+from planner.executor.settings import RunSettings
+from planner.executor.torchrun import Log, StepLine, environment, passing_on, started
+from planner.executor.weigh import Rebalancer
+from planner.spec.document import read
+from planner.spec.measured import MeasuredRun
+from planner.spec.plan import Infeasible, Plan
+
+DEFAULT_LAST_CALL_SECONDS = 30.0
+DEFAULT_JOIN_SECONDS = 3600.0
+DEFAULT_HEARTBEAT_SECONDS = 5.0
+
+
+class NodePlanner(Rebalancer, Protocol):
+    """Finds plans, for ranks that cannot: their command hands in a search of its own, or a client of a service."""
+
+    def for_nodes(self, devices: Sequence[int]) -> Plan | Infeasible:
+        """The fastest plan of the same job on nodes with at most so many devices each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodesPolicy:
+    """Which nodes make up a run, and how they find each other.
+
+    Raises:
+        DocumentError: a number out of its range.
+    """
+
+    least: int
+    """Nodes; with fewer the run waits."""
+    most: int
+    run_id: str
+    """The same on every node, and no other run's in the same store."""
+    devices: int
+    """Of this node."""
+    ranks: tuple[str, ...]
+    """What every rank runs, after the interpreter: a module that calls `planner.executor.node_rank.run_rank`."""
+    rendezvous: str
+    """HOST:PORT of the store that the nodes find each other by."""
+    address: str | None = None
+    """Of this node, for the others; None: its name."""
+    restarts: int = DEFAULT_RESTARTS
+    """After lost nodes or ranks, in all."""
+    last_call_seconds: float = DEFAULT_LAST_CALL_SECONDS
+    """That the nodes wait for more of them than `least`."""
+    join_seconds: float = DEFAULT_JOIN_SECONDS
+    """That a node waits for `least` of them, or for being let in."""
+    heartbeat_seconds: float = DEFAULT_HEARTBEAT_SECONDS
+    """A node is lost when three of its heartbeats are missing."""
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("nodes", f"{self.least}:{self.most}", 1 <= self.least <= self.most, "MIN:MAX with 1 <= MIN <= MAX"),
+            ("devices", self.devices, self.devices >= 1, "a whole number of at least 1"),
+            ("restarts", self.restarts, self.restarts >= 0, "a whole number"),
+        )
+        for field, value, good, wanted in checks:
+            if not good:
+                raise DocumentError(f"cannot be {value}.", field=field, mend=f"give {wanted}.")
+
+
+def elastic_folder(settings: RunSettings, run_id: str) -> Path:
+    """Where an elastic run over several nodes keeps its plans, journal and report.
+
+    Raises:
+        DocumentError: no checkpoints are kept between the first step and the last.
+    """
+    if settings.checkpoints is None or settings.checkpoint_every is None:
+        raise DocumentError(
+            "is how often an elastic run can be taken up again, and was not given.",
+            field="checkpoint_every" if settings.checkpoints is not None else "checkpoint_dir",
+            mend="give checkpoint_dir and checkpoint_every.",
+        )
+    return settings.checkpoints.directory / "elastic" / run_id
+
+
+def run_node(
+    plan: Plan,
+    settings: RunSettings,
+    policy: NodesPolicy,
+    *,
+    metrics: str | Path | None = None,
+    log: Log = lambda line: None,
+) -> tuple[MeasuredRun, bool]:
+    """Take part in a run with this node's devices, to its end.
+
+    Args:
+        plan: to begin with; the same on every node.
+        metrics: file for one JSON line per step, on the node of rank 0.
+        log: takes steps and decisions, on the node of rank 0.
+
+    Returns:
+        What happened, the same on every node; and whether rank 0 was on this one.
+
+    Raises:
+        DocumentError: no checkpoints are kept.
+        RunError: the run failed, this node is not needed, or the store does not answer.
+        StoppedError: this node was told to leave (SIGTERM).
+    """
+    report = elastic_folder(settings, policy.run_id) / "measured.json"
+    steps: list[int] = []
+
+    def on_line(text: str) -> None:
+        step = StepLine.parse(text)
+        if step is not None:
+            steps.append(step.step)
+        log(text.rstrip("\n") if step is None else str(step))
+
+    with tempfile.TemporaryDirectory(prefix="planner-node-") as name:
+        folder = Path(name)
+        (folder / "plan.json").write_text(plan.model_dump_json(by_alias=True), encoding="utf-8")
+        command = _agent(folder, settings, policy, metrics)
+        with started(command, environment(plan), folder / "stderr.txt") as process, passing_on(process) as signals:
+            assert process.stdout is not None
+            for line in process.stdout:
+                on_line(line)
+        if signals:
+            raise StoppedError(
+                "this node was told to leave (SIGTERM), and did; the other nodes go on without it.",
+                mend="start the command again to come back.",
+            )
+        if process.returncode != 0:
+            raise read_failure(folder, (folder / "stderr.txt").read_text(encoding="utf-8", errors="replace"))
+    return read(MeasuredRun, report), bool(steps) and steps[-1] + 1 == settings.steps
+
+
+def _agent(folder: Path, settings: RunSettings, policy: NodesPolicy, metrics: str | Path | None) -> list[str]:
+    """The command of this node's agent."""
+    options = {
+        "nodes": f"{policy.least}:{policy.most}",
+        "devices": policy.devices,
+        "rendezvous": policy.rendezvous,
+        "run-id": policy.run_id,
+        "address": policy.address,
+        "last-call": policy.last_call_seconds,
+        "join": policy.join_seconds,
+        "heartbeat": policy.heartbeat_seconds,
+        "failures": folder,
+    }
+    given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    ranks = [*policy.ranks, str(folder / "plan.json"), *settings.to_arguments()]
+    ranks += ["--restarts", str(policy.restarts), "--last-call", str(policy.last_call_seconds)]
+    ranks += ["--rendezvous", policy.rendezvous, "--failures", str(folder)]
+    ranks += [] if metrics is None else ["--metrics", str(metrics)]
+    return [sys.executable, "-m", "planner.executor.agent", *given, "--", *ranks]
