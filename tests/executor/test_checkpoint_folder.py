@@ -106,3 +106,10 @@ def test_layouts_are_told_apart() -> None:
     """By their stages too, which a plan's id does not tell."""
     assert layout_digest(make_plan(LAYERS, (1, 1))) == layout_digest(make_plan(LAYERS, (1, 1)))
     assert len({layout_digest(make_plan(LAYERS, sizes, data=data)) for sizes in ((2,), (1, 1)) for data in (1, 2)}) == 4
+    assert layout_digest(make_plan(LAYERS, data=2, shares=(3, 1))) != layout_digest(make_plan(LAYERS, data=2))
+
+
+def test_layouts_of_old_checkpoints_are_known_again() -> None:
+    """As written before layouts had an order of ranks, shares, or groups of ZeRO."""
+    digest = "a896470b7ab0e265dd2e3b6adfc0d44f9458c9e63ab791b9ac69141561e9413e"
+    assert layout_digest(make_plan(LAYERS, (1, 1))) == digest
