@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from planner.cost.layers import LayoutCosts, groups_of, priced
+from planner.cost.groups import groups_of
+from planner.cost.layers import LayoutCosts, priced
 from planner.cost.mixed import mixed_costs
 from planner.cost.workload import Workload
 from planner.spec.layout import Layout

@@ -15,14 +15,15 @@
 (M3)  temp(s) = largest temporary of a layer of the stage; ZeRO 3: and the gathered parameters of two layers
 (M4)  peak(s) = OGP + act + temp + reserved      reserved: context, communicators, code of the process
 (M5)  the saved activations and temporaries of a layer are its rows' times 1 + the device's allocation_overhead
-                                                                                -> planner.cost.layers
+                                                                                -> planner.cost.pricing
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from planner.cost.layers import LayerCost, LayoutCosts
+from planner.cost.layers import LayoutCosts
+from planner.cost.pricing import LayerCost
 from planner.cost.workload import Workload
 from planner.schedule import Schedule
 from planner.schedule.in_flight import crests

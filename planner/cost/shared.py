@@ -15,7 +15,7 @@ from planner.spec.profile import RecomputeMode, SkipEdge
 from planner.spec.recipes import ParameterCount
 
 if TYPE_CHECKING:
-    from planner.cost.layers import LayerCost
+    from planner.cost.pricing import LayerCost
 
 
 @dataclass(frozen=True, slots=True)

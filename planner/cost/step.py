@@ -25,9 +25,10 @@ from dataclasses import dataclass
 from operator import add
 
 from planner.cost.chunks import per_chunk
-from planner.cost.layers import LayerCost, LayoutCosts
+from planner.cost.layers import LayoutCosts
 from planner.cost.layout import layout_costs
 from planner.cost.memory import StageLayers, held_units, shared_on_several_stages, stage_memory
+from planner.cost.pricing import LayerCost
 from planner.cost.ticks import TICK_SECONDS, ticks
 from planner.cost.workload import workload
 from planner.errors import DocumentError

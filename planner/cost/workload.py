@@ -124,8 +124,8 @@ class Workload:
         return {}
 
     @cached_property
-    def spent(self) -> dict[Any, dict[int, Any]]:
-        """What `planner.cost.layers` has priced already."""
+    def spent(self) -> dict[Any, Any]:
+        """What `planner.cost.pricing` has priced already."""
         return {}
 
     @cached_property

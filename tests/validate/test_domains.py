@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from planner.cost import layout_costs, workload
-from planner.cost.layers import groups_of
+from planner.cost.groups import groups_of
 from planner.search import plan_layout
 from planner.spec import Cluster, Layout, NodeGroup, Plan, PredictionLayout
 from planner.spec.profile import ModelProfile

@@ -1,0 +1,372 @@
+"""Costs of one layer under one layout, in whole ticks and bytes.
+
+Durations are whole nanoseconds (ticks), rounded once per layer, so that simulation, solver and validator agree to the
+last digit. Per layer l, recompute mode r, micro-batch:
+
+    (T1)  f(l)   = forward + sum of its forward collectives over the tensor-parallel group, the same for every r
+                                                                                            -> LayerCost.forward_ticks
+    (T2)  b(l,r) = input gradient + weight gradient + its backward collectives
+                   + recomputation (with the forward collectives again)                     -> LayerCost.backward_ticks
+    (T3)  u(l)   = optimizer step over the layer's parameters: measured for AdamW, times the bytes that the job's
+                   optimizer moves / those that AdamW moves; else the bytes that it reads and writes over the memory
+                   bandwidth; for Muon also the FLOPs of its matrix products                -> optimizer_ticks
+    (T4)  g(l)   = all-reduce of the layer's gradients over the data- and context-parallel ranks (ZeRO 1:
+                   reduce-scatter and all-gather; ZeRO 2: all-gather; experts: over those that hold the same experts),
+                   its latency apart (`reduction_latency_ticks`, once per stage); what backward hides of it is the
+                   step's business                                                          -> reduction_ticks
+    (T6)  ZeRO 2: every micro-batch scatters the layer's gradients, since no rank keeps them whole; ZeRO 3: it also
+                  gathers the layer's parameters for its forward and again for its backward; beside compute when the
+                  framework overlaps it, of which `overlap_fraction` can hide it; what is left adds to f and b
+                  (Rajbhandari et al. 2020; Zhao et al. 2023, PyTorch FSDP)                   -> gather_ticks
+    (T7)  hybrid sharding: ZeRO's collectives, those of (T4) and of (T6), go among the neighbours that share out the
+          states; the sum of a micro-batch's gradients stays among them, and once per step every rank adds its shard,
+          1/k of the layer for groups of k, to those of the other groups (an all-reduce), which is part of g(l)
+          (Zhang et al. 2022, "MiCS", sections 3.2 and 3.4; Zhao et al. 2023)                 -> reduction_ticks
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from planner.cost.chunks import NO_ATTENTION, AttentionPart, attention_part
+from planner.cost.communication import Group, collective_seconds
+from planner.cost.compute import Computation, computation
+from planner.cost.groups import Groups
+from planner.cost.ticks import ticks
+from planner.cost.workload import Workload, modes_of
+from planner.spec.layout import Layout
+from planner.spec.profile import BYTES_PER_ELEMENT, CollectiveName, Measurement, RecomputeMode
+from planner.spec.recipes import OgpRecipe, ParameterCount, recipe
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """One layer in one recompute mode: ticks and bytes of one micro-batch on one rank."""
+
+    optimizer_ticks: int
+    """Equation (T3), once per step."""
+    reduction_ticks: int
+    """Equation (T4), once per step."""
+    parameters: int
+    """Elements on one rank."""
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    gathered_bytes: int
+    """Whole parameters, while the layer runs under ZeRO 3."""
+    output_bytes: int
+    model_flops: int
+    """Forward and backward without recomputation, on one rank."""
+    mode: RecomputeMode
+    """What stands above is the same in every mode."""
+    forward_compute_ticks: int
+    backward_compute_ticks: int
+    backward_weight_ticks: int
+    """The part of the backward that nobody waits for."""
+    recompute_ticks: int
+    communication_ticks: int
+    """Tensor-, context- and expert-parallel collectives of forward, backward and recomputation."""
+    gather_ticks: int
+    """Equation (T6), forward and backward: what compute does not hide."""
+    forward_ticks: int
+    """Equation (T1)."""
+    backward_ticks: int
+    """Equation (T2)."""
+    activation_bytes: int
+    temporary_bytes: int
+    attention: AttentionPart = NO_ATTENTION
+    """Where sequences are cut into chunks."""
+
+    @property
+    def ogp_bytes(self) -> int:
+        """Optimizer states, gradients and parameters."""
+        return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+
+
+def moved_bytes(ogp: OgpRecipe, count: ParameterCount) -> int:
+    """Bytes that a step reads and writes: states and parameters both ways, gradients once."""
+    return 2 * ogp.optimizer_bytes(count) + count.elements * (ogp.gradient_bytes + 2 * ogp.parameter_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Spent:
+    """Ticks and bytes of one layer and micro-batch that no data-parallel degree and no ZeRO stage changes."""
+
+    forward: int
+    backward: int
+    backward_weight: int
+    recompute: int
+    forward_exchange: int
+    backward_exchange: int
+    replayed_exchange: int
+    activation_bytes: int
+    temporary_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """What one layer holds on a rank before anything is shared out over data-parallel ranks."""
+
+    count: ParameterCount
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    computed_bytes: int
+    """Of the parameters, as forward and backward take them."""
+    update_seconds: float
+    """Equation (T3)."""
+
+
+class _Held(NamedTuple):
+    """The fields of `LayerCost` that no recompute mode changes, in their order."""
+
+    optimizer_ticks: int
+    reduction_ticks: int
+    parameters: int
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    gathered_bytes: int
+    output_bytes: int
+    model_flops: int
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What has been priced already with the same tensor-, context- and expert-parallel groups, by the identity of a
+    measurement row: rows know their micro-batch size and what splits the layer, nothing else matters to it."""
+
+    spent: dict[int, _Spent] = field(default_factory=dict)
+    whole: dict[tuple[int, int], _Whole] = field(default_factory=dict)
+    """By the layer's parameters, too."""
+
+
+def known_prices(work: Workload, groups: Groups) -> Known:
+    """What has been priced already of a workload with these communicators; kept as long as the workload."""
+    key = (groups.tensor, groups.context, groups.expert)
+    if key not in work.spent:
+        work.spent[key] = Known()
+    found: Known = work.spent[key]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPricing:
+    """Prices the measurement rows of one layer: equations (T1) to (T4), (T6) and (T7)."""
+
+    work: Workload
+    layout: Layout
+    groups: Groups
+    layer_parameters: int
+    plain: Measurement
+    """The row that recomputes least. What no recompute mode changes (forward, parameters, optimizer, output) is read
+    here for all modes: measured noise between the rows must not make one mode's forward faster than another's."""
+    known: Known
+
+    def costs(self, rows: dict[RecomputeMode, Measurement]) -> dict[RecomputeMode, LayerCost]:
+        """In every mode, from least to most recomputation."""
+        whole = self._whole()
+        held, gathers = self._held(whole), self._gathers(whole)
+        return {mode: self._cost(rows[mode], held, gathers) for mode in modes_of(rows)}
+
+    def _cost(self, row: Measurement, held: _Held, gathers: tuple[int, int]) -> LayerCost:
+        spent, hides = self._spent(row), self._hides
+        backward_exchange = spent.backward_exchange + spent.replayed_exchange
+        in_forward = max(0, gathers[0] - int(hides * spent.forward)) if gathers[0] else 0
+        in_backward = max(0, gathers[1] - int(hides * (spent.backward + spent.recompute))) if gathers[1] else 0
+        return LayerCost(
+            *held,
+            mode=row.recompute,
+            forward_compute_ticks=spent.forward,
+            backward_compute_ticks=spent.backward,
+            backward_weight_ticks=spent.backward_weight,
+            recompute_ticks=spent.recompute,
+            communication_ticks=spent.forward_exchange + backward_exchange,
+            gather_ticks=in_forward + in_backward,
+            forward_ticks=spent.forward + spent.forward_exchange + in_forward,
+            backward_ticks=spent.backward + spent.recompute + backward_exchange + in_backward,
+            activation_bytes=spent.activation_bytes,
+            temporary_bytes=spent.temporary_bytes,
+            attention=self._attention(row, spent) if self.layout.sequence_chunks > 1 else NO_ATTENTION,
+        )
+
+    def _held(self, whole: _Whole) -> _Held:
+        zero, plain = self.layout.zero_stage, self.plain
+        return _Held(
+            optimizer_ticks=self._optimizer_ticks(whole),
+            reduction_ticks=self._reduction_ticks(whole),
+            parameters=whole.count.elements,
+            parameters_bytes=self._sharded(whole.parameters_bytes, whole, zero >= 3),
+            gradients_bytes=self._sharded(whole.gradients_bytes, whole, zero >= 2),
+            optimizer_bytes=self._sharded(whole.optimizer_bytes, whole, zero >= 1),
+            gathered_bytes=whole.computed_bytes if zero >= 3 else 0,
+            output_bytes=plain.output_bytes,
+            model_flops=plain.forward_flops + plain.backward_input_flops + plain.backward_weight_flops,
+        )
+
+    def _whole(self) -> _Whole:
+        key = (id(self.plain), self.layer_parameters)
+        found = self.known.whole.get(key)
+        if found is None:
+            count, ogp = self._local_parameters(), self.work.recipe
+            found = self.known.whole[key] = _Whole(
+                count=count,
+                parameters_bytes=count.elements * ogp.parameter_bytes,
+                gradients_bytes=count.elements * ogp.gradient_bytes,
+                optimizer_bytes=ogp.optimizer_bytes(count),
+                computed_bytes=count.elements * self._computed_bytes,
+                update_seconds=self._moving_seconds(count) + self._muon_seconds(),
+            )
+        return found
+
+    def _attention(self, row: Measurement, spent: _Spent) -> AttentionPart:
+        of_input = spent.backward - spent.backward_weight
+        return attention_part(row, self.plain, spent.forward, of_input, spent.recompute)
+
+    def _spent(self, row: Measurement) -> _Spent:
+        found = self.known.spent.get(id(row))
+        if found is None:
+            found = self.known.spent[id(row)] = self._measured(row)
+        return found
+
+    def _measured(self, row: Measurement) -> _Spent:
+        seconds = self._computation(row)
+        forward_exchange = self._exchange_ticks(self.plain, "forward")
+        plain = seconds if row is self.plain else self._computation(self.plain)
+        weight = ticks(seconds.backward_weight_seconds)
+        return _Spent(
+            forward=ticks(plain.forward_seconds),
+            backward=ticks(seconds.backward_input_seconds) + weight,
+            backward_weight=weight,
+            recompute=ticks(seconds.recompute_seconds),
+            forward_exchange=forward_exchange,
+            backward_exchange=self._exchange_ticks(row, "backward"),
+            replayed_exchange=forward_exchange if row.recompute == "full" else 0,
+            activation_bytes=self._allocated(row.activation_bytes),
+            temporary_bytes=self._allocated(row.temporary_bytes),
+        )
+
+    def _computation(self, row: Measurement) -> Computation:
+        return computation(row, self.work.device, self.work.profile.dtype, self.work.constants)
+
+    def _local_parameters(self) -> ParameterCount:
+        """On one rank of the tensor-parallel group."""
+        row = self.plain
+        elements = row.local_parameters
+        if elements is None:
+            elements = -(-self.layer_parameters // row.tensor_parallel_degree)
+        return ParameterCount(elements, row.local_matrix_elements, row.local_factored_elements)
+
+    def _allocated(self, size_bytes: int) -> int:
+        """Bytes with what the allocator loses to rounding and fragmentation, rounded up."""
+        overhead = 1 + self.work.device.allocation_overhead
+        return math.ceil(size_bytes * overhead * self.work.constants.allocated_factor)
+
+    def _collective_seconds(self, operation: CollectiveName, size_bytes: int, group: Group) -> float:
+        work = self.work
+        if group.ranks == 1:
+            return 0.0
+        between = collective_seconds(operation, size_bytes, group, work.intra_node, work.inter_node)
+        return between + work.constants.collective_seconds
+
+    def _sharded(self, size_bytes: int, whole: _Whole, is_sharded: bool) -> int:
+        """Bytes on one rank; experts are sharded over those ranks only that hold the same ones."""
+        if not is_sharded:
+            return size_bytes
+        experts = size_bytes * self.plain.local_expert_parameters // max(1, whole.count.elements)
+        return -(-(size_bytes - experts) // self.groups.shard.ranks) - (-experts // self.groups.expert_shard.ranks)
+
+    def _exchange_ticks(self, row: Measurement, phase: str) -> int:
+        return ticks(
+            sum(
+                one.count * self._collective_seconds(one.operation, one.bytes, getattr(self.groups, one.group))
+                for one in row.collectives
+                if one.phase == phase
+            )
+        )
+
+    def _parts(self, parameters: int) -> tuple[tuple[int, Group], ...]:
+        """Elements by the ranks that share them out, or sum their gradients: experts, and all others."""
+        experts, groups = self.plain.local_expert_parameters, self.groups
+        sharing = (groups.shard, groups.expert_shard) if self.layout.zero_stage else (groups.data, groups.expert_data)
+        if not experts:
+            return ((parameters, sharing[0]),) if parameters else ()
+        both = zip((parameters - experts, experts), sharing, strict=True)
+        return tuple(part for part in both if part[0])
+
+    def _optimizer_ticks(self, whole: _Whole) -> int:
+        seconds, elements = whole.update_seconds, whole.count.elements
+        if not (self.layout.zero_stage and self.plain.local_expert_parameters):
+            return ticks(seconds / (self.groups.shard.ranks if self.layout.zero_stage else 1))
+        return ticks(sum(seconds * part / elements / group.ranks for part, group in self._parts(elements)))
+
+    def _moving_seconds(self, count: ParameterCount) -> float:
+        """Of the optimizer's states, gradients and parameters."""
+        moved = moved_bytes(self.work.recipe, count)
+        if self.plain.optimizer_seconds is not None:
+            adamw = moved_bytes(recipe(self.work.job.precision, "adamw"), count)
+            return self.plain.optimizer_seconds * (moved / adamw if adamw else 1.0)
+        bandwidth = self.work.device.memory_bandwidth_bytes_per_second
+        constants = self.work.constants
+        reached = (bandwidth or float("inf")) * constants.memory_fraction
+        return moved * constants.optimizer_passes / reached
+
+    def _muon_seconds(self) -> float:
+        """Of the Newton-Schulz iteration's matrix products, in bf16 where the device has it, or as fast as the layer's
+        forward was measured.
+        """
+        flops = self.plain.local_muon_flops
+        if self.work.job.optimizer != "muon" or not flops:
+            return 0.0
+        device, row = self.work.device, self.plain
+        peak = device.peak_flops_per_second.get("bf16", device.peak_flops_per_second.get(self.work.profile.dtype))
+        if peak is not None:
+            return flops / (peak * device.achievable_fraction)
+        return flops * (row.forward_seconds or 0.0) / max(1, row.forward_flops)
+
+    def _reduction_ticks(self, whole: _Whole) -> int:
+        parts = self._parts(whole.count.elements)
+        return ticks(sum([self._reduction_seconds(elements, group) for elements, group in parts]))
+
+    def _reduction_seconds(self, parameters: int, group: Group) -> float:
+        """Equations (T4) and (T7); under ZeRO 3 every micro-batch gathers and scatters, under ZeRO 2 it scatters."""
+        work, ogp, zero = self.work, self.work.recipe, self.layout.zero_stage
+        if zero == 0:
+            return _bandwidth_seconds(work, "all_reduce", parameters * ogp.gradient_bytes, group)
+        seconds = 0.0
+        if zero < 3:
+            seconds += _bandwidth_seconds(work, "all_gather", parameters * self._computed_bytes, group)
+        if zero < 2:
+            seconds += _bandwidth_seconds(work, "reduce_scatter", parameters * ogp.gradient_bytes, group)
+        shard_bytes = -(-parameters // group.ranks) * ogp.gradient_bytes
+        return seconds + _bandwidth_seconds(work, "all_reduce", shard_bytes, self.groups.copies)
+
+    @property
+    def _computed_bytes(self) -> int:
+        """Bytes of a parameter as forward and backward take it."""
+        return min(self.work.recipe.parameter_bytes, BYTES_PER_ELEMENT[self.work.profile.dtype])
+
+    @property
+    def _hides(self) -> float:
+        """What part of compute can hide an exchange of ZeRO: equation (T6)."""
+        return self.work.constants.overlap_fraction if self.work.framework.overlaps_gathers else 0.0
+
+    def _gathers(self, whole: _Whole) -> tuple[int, int]:
+        """Ticks of ZeRO's exchanges in forward and backward, hidden or not: equation (T6)."""
+        zero, ogp = self.layout.zero_stage, self.work.recipe
+        if zero < 2:
+            return 0, 0
+        gather = scatter = 0.0
+        for elements, group in self._parts(whole.count.elements):
+            scatter += self._collective_seconds("reduce_scatter", elements * ogp.gradient_bytes, group)
+            if zero == 3:
+                gather += self._collective_seconds("all_gather", elements * self._computed_bytes, group)
+        again = 0.0 if self.work.framework.keeps_gathered else gather
+        return ticks(gather), ticks(again) + ticks(scatter)
+
+
+def _bandwidth_seconds(work: Workload, operation: CollectiveName, size_bytes: int, group: Group) -> float:
+    """A collective without its latency, which a stage pays once and not once per layer."""
+    return collective_seconds(operation, size_bytes, group, work.intra_node, work.inter_node, latency=False)
