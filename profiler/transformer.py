@@ -269,6 +269,8 @@ class TransformerCounter:
 
     def _checkpoint_bytes(self) -> int:
         """The block's input, which full recomputation keeps."""
+        if self.framework.offloads_checkpoints:
+            return 0
         tokens = self.shard.split_tokens
         if self.framework.checkpoints_shards and not self.shard.sequence_parallel:
             tokens //= self.shard.tensor

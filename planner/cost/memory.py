@@ -4,12 +4,13 @@
                 several layers of the stage are stored once. ZeRO stage 1 / 2 / 3 divides optimizer states /
                 gradients / parameters by the ranks that share them out: the data- and context-parallel ones
                 (Rajbhandari et al. 2020), or `zero_shard_degree` of them (Zhang et al. 2022)   -> stage_memory()
+                A framework may add up the micro-batches' gradients whole, or keep states on the host.
 (M2)  act(s)  = in_flight(s) * (sum of the layers' saved activations + the stage's output)
                 + 2 * (bytes received from the stage before and from the stage behind)
                 in_flight: micro-batches that are forwarded and not yet backwarded, from the schedule's order, when the
                 rank holds most bytes; over all stages of the rank, and the buffers of the one that receives most;
-                torch's pipeline stage keeps every sent output until its backward; the executor holds at most two
-                receive buffers per direction, the one in use and the one being filled
+                torch's pipeline stage keeps every sent output until its backward, Megatron frees it; the executor holds
+                at most two receive buffers per direction, the one in use and the one being filled
                 with sequence chunks a unit holds its share of that, rounded up; and as much as attention reads and
                 writes once more, for keys and values, and their gradients, stand whole from the first chunk on
 (M3)  temp(s) = largest temporary of a layer of the stage; ZeRO 3: and the gathered parameters of two layers
@@ -32,6 +33,9 @@ from planner.spec.plan import RankMemory
 RESERVED_BYTES = 1_600_000_000
 """Of an accelerator process: CUDA context, NCCL channels, cuBLAS workspace and allocator rounding, order of magnitude;
 a device's own `reserved_bytes` goes before."""
+
+ACCUMULATED_BYTES = 4
+"""Per element, of gradients that the micro-batches add up before they are scattered: fp32."""
 
 RECEIVE_BUFFERS = 2
 """Per direction and neighbour."""
@@ -74,15 +78,7 @@ def stage_memory(
 def _rank_memory(costs: LayoutCosts, stages: Sequence[StageLayers], rank: int, units: Mapping[int, int]) -> RankMemory:
     costs, mine = costs.on_rank(rank), tuple(units)
     layers = [cost for index in mine for _, cost in stages[index]]
-    parameters = sum(cost.parameters_bytes for cost in layers)
-    gradients = sum(cost.gradients_bytes for cost in layers)
-    optimizer = sum(cost.optimizer_bytes for cost in layers)
-    held = {layer for index in mine for layer, _ in stages[index]}
-    for shared in costs.shared:
-        repeated = max(0, len(held.intersection(shared.layers)) - 1)
-        parameters -= repeated * shared.parameters_bytes
-        gradients -= repeated * shared.gradients_bytes
-        optimizer -= repeated * shared.optimizer_bytes
+    parameters, gradients, optimizer = _ogp_bytes(costs, [layer for index in mine for layer in stages[index]])
     chunks = costs.layout.sequence_chunks
     activations = sum(count * _unit_bytes(costs, stages, index) for index, count in units.items())
     activations += RECEIVE_BUFFERS * max(-(-buffer_bytes(costs, stages, index) // chunks) for index in mine)
@@ -101,6 +97,23 @@ def _rank_memory(costs: LayoutCosts, stages: Sequence[StageLayers], rank: int, u
         peak_bytes=parameters + gradients + optimizer + activations + temporary + reserved,
         capacity_bytes=costs.work.capacity_bytes,
     )
+
+
+def _ogp_bytes(costs: LayoutCosts, mine: StageLayers) -> tuple[int, int, int]:
+    """Parameters, gradients and optimizer states of a rank's layers: equation (M1)."""
+    layers, held = [cost for _, cost in mine], {layer for layer, _ in mine}
+    parameters = sum(cost.parameters_bytes for cost in layers)
+    gradients = sum(cost.gradients_bytes for cost in layers)
+    optimizer = sum(cost.optimizer_bytes for cost in layers)
+    for shared in costs.shared:
+        repeated = max(0, len(held.intersection(shared.layers)) - 1)
+        parameters -= repeated * shared.parameters_bytes
+        gradients -= repeated * shared.gradients_bytes
+        optimizer -= repeated * shared.optimizer_bytes
+    traits = costs.work.framework
+    if traits.accumulates_whole and costs.layout.zero_stage == 3 and costs.micro_batches > 1:
+        gradients = ACCUMULATED_BYTES * sum(cost.parameters for cost in layers)
+    return parameters, gradients, 0 if traits.offloads_states else optimizer
 
 
 def _unit_bytes(costs: LayoutCosts, stages: Sequence[StageLayers], index: int) -> int:

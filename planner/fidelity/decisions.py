@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from planner.fidelity.capacity import reported_bytes
 from planner.fidelity.predict import predict_run
 from planner.fidelity.rows import Run
 from planner.spec.calibration import DEFAULT, Constants
-from planner.spec.devices import find_device
 
 SHARPNESS = 0.03
 """Relative distance from the capacity at which a decision is as good as certain."""
@@ -49,7 +49,7 @@ def decision(run: Run) -> Decision:
     )
     scaled = tuple(float(b.peak_bytes - a.peak_bytes) for a, b in zip(once, twice, strict=True))
     fixed = tuple(row.peak_bytes - more for row, more in zip(once, scaled, strict=True))
-    return Decision(fixed, scaled, find_device(run.device).memory_bytes, run.ran_out)
+    return Decision(fixed, scaled, reported_bytes(run.device), run.ran_out)
 
 
 def fit_decisions(decisions: Sequence[Decision]) -> Constants:

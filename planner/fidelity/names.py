@@ -91,7 +91,7 @@ def attention_of(text: str, framework: Framework) -> AttentionKernel:
 def zero_stage_of(text: str) -> Literal[0, 1, 2, 3]:
     """ZeRO stage by the words of a row."""
     lowered = text.lower()
-    if re.search(r"zero-?3|fsdp|full.?shard|grads_params", lowered):
+    if re.search(r"zero-?3|fsdp|hsdp|full.?shard|grads_params", lowered):
         return 3
     if re.search(r"zero-?2", lowered):
         return 2

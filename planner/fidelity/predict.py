@@ -19,11 +19,11 @@ from planner.cost import (
 )
 from planner.cost.layers import LayoutCosts
 from planner.cost.workload import Workload, with_constants
+from planner.fidelity.capacity import reported_bytes
 from planner.fidelity.rows import Run
 from planner.schedule import Schedule
 from planner.spec.calibration import DEFAULT, Constants
 from planner.spec.cluster import Cluster, NodeGroup
-from planner.spec.devices import find_device
 from planner.spec.job import Job
 from planner.spec.plan import Prediction
 from planner.spec.profile import ModelProfile, RecomputeMode
@@ -87,7 +87,7 @@ def predict_run(run: Run, constants: Constants | None = None) -> Predicted:
 
 def predicted(run: Run, costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]) -> Predicted:
     """Step time and memory of a run whose layers are priced."""
-    capacity, cached = find_device(run.device).memory_bytes, costs.work.constants.cached_bytes
+    capacity, cached = reported_bytes(run.device), costs.work.constants.cached_bytes
     return Predicted(run, predict_step(costs, schedule, stages), capacity, cached)
 
 

@@ -46,6 +46,8 @@ from profiler.transformer import TransformerShape
 
 VOCABULARY = 50_304
 BERT_VOCABULARY = 30_522
+MEGATRON_ZERO_3 = "Megatron+DeepSpeed ZeRO-3"
+"""DeepSpeed's Megatron example for ZeRO 3: partitioned activations on the host (PA=true, PA_CPU=true in its script)."""
 MemoryKind = Literal["allocated", "reserved", "device"]
 RankChoice = Literal["first", "last", "largest"]
 
@@ -190,7 +192,7 @@ def run_of(row: Row, family: str) -> Run:
         layout=layout,
         sequence_length=_needed(row, "seq_len"),
         global_batch_size=batch,
-        recompute=_recompute(row["recompute"]),
+        recompute=_recompute(row["recompute"]) if row["recompute"] else framework.recompute,
         blocks_per_stage=blocks_of(
             shape, layout, row["notes"], balances_head=framework.balances_head, ends=ends_with(given or {})
         ),
@@ -206,12 +208,19 @@ def run_of(row: Row, family: str) -> Run:
 
 
 def _with_kernels(framework: Framework, row: Row) -> Framework:
-    """Kernels that a run names itself go before its framework's."""
+    """Kernels, and places of states, that a run names itself go before its framework's."""
     is_compiled = bool(re.search(r"\bcompile", row["notes"]))
+    if "liger" in row["notes"].lower():
+        framework = replace(framework, logit_bytes=0, loss_bytes=0)
+    if row["system"] == MEGATRON_ZERO_3:
+        on_host = "PA_CPU=N" not in row["notes"]
+        framework = replace(framework, checkpoints_shards=True, offloads_checkpoints=on_host)
+    offloads = "offload" in row["zero_fsdp"].lower() and "Opt Offl=N" not in row["notes"]
     return replace(
         framework,
         fuses_norm=framework.fuses_norm or is_compiled or "RMS kernel" in row["attention"],
         fuses_elementwise=framework.fuses_elementwise or is_compiled,
+        offloads_states=framework.offloads_states or offloads,
         keeps_gathered=framework.keeps_gathered or "no reshard" in row["zero_fsdp"],
     )
 
@@ -247,7 +256,7 @@ def _precision(text: str) -> tuple[DataType, bool]:
 
 
 def _shape(row: Row) -> TransformerShape:
-    if "lora" in f"{row['model']} {row['system']}".lower():
+    if re.search(r"\bq?lora\b", f"{row['model']} {row['system']} {row['notes']}".lower()):
         raise OutOfScope("no dimensions (adapters)")
     if "multimodal" in row["model"]:
         raise OutOfScope("no dimensions (vision tower)")
@@ -314,7 +323,7 @@ def _layout(row: Row, given: Arguments) -> tuple[Layout, int]:
             expert_parallel_degree=expert if (data * context) % expert == 0 else 1,
             virtual_stages_per_rank=virtual,
             zero_stage=zero_stage_of(row["zero_fsdp"]),
-            zero_shard_degree=shard_degree_with(data * context, given),
+            zero_shard_degree=_shard_degree(row, data * context, given),
             sequence_parallel=tensor > 1 and (_number(row, "sequence_parallel") or 0) > 0,
             micro_batch_size=size,
             schedule=schedule_of(row["schedule"], virtual),
@@ -322,6 +331,14 @@ def _layout(row: Row, given: Arguments) -> tuple[Layout, int]:
         ),
         batch,
     )
+
+
+def _shard_degree(row: Row, replicas: int, given: Arguments) -> int | None:
+    """Ranks that share out ZeRO's states: a node's with hybrid sharding, else as Megatron's arguments say."""
+    node = _whole(row, "gpus_per_node") or 1
+    if "hsdp" in row["zero_fsdp"].lower() and 1 < node < replicas and replicas % node == 0:
+        return node
+    return shard_degree_with(replicas, given)
 
 
 def _expert_degree(row: Row, tensor: int) -> int:

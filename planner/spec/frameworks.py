@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from planner.errors import UnknownNameError
+from planner.spec.profile import RecomputeMode
 
 AttentionKernel = Literal["flash", "fused-softmax", "unfused"]
 """flash: one kernel that keeps no scores (Dao et al. 2022); fused-softmax: scores in memory, scale, mask and softmax in
@@ -81,6 +82,12 @@ class Framework:
     accumulates_whole: bool = False
     """ZeRO 3 with several micro-batches: every rank adds up whole gradients in fp32, which are scattered once per step
     (FSDP2's set_requires_gradient_sync(False))."""
+    offloads_states: bool = False
+    """Optimizer states and master copy lie in the host's memory (ZeRO-Offload, Ren et al. 2021)."""
+    offloads_checkpoints: bool = False
+    """What full recomputation keeps lies in the host's memory (DeepSpeed's cpu_checkpointing)."""
+    recompute: RecomputeMode = "none"
+    """When the run does not say."""
     shards_states: bool = False
     """bf16 training shards the optimizer states over the data-parallel ranks, also where ZeRO is off."""
     frees_outputs: bool = False
@@ -212,7 +219,14 @@ _ALL = (
         selective="attention",
         loss_bytes=2,
     ),
-    Framework("paxml", "google/paxml: XLA", fuses_elementwise=True, overlaps_reduction=True, overlaps_gathers=True),
+    Framework(
+        "paxml",
+        "google/paxml: XLA; tasks/lm/params/lm_cloud.py, CHECKPOINT_POLICY = SAVE_NOTHING",
+        recompute="full",
+        fuses_elementwise=True,
+        overlaps_reduction=True,
+        overlaps_gathers=True,
+    ),
 )
 FRAMEWORKS: dict[str, Framework] = {framework.name: framework for framework in _ALL}
 
