@@ -7,8 +7,9 @@ Those of one layer are equations (T1) to (T4), (T6) and (T7) of `planner.cost.pr
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from planner.cost.communication import collective_seconds, transfer_seconds
 from planner.cost.groups import Groups
@@ -32,6 +33,8 @@ class LayoutCosts:
     micro_batches: int
     layers: tuple[dict[RecomputeMode, LayerCost], ...]
     """Identical layers share one dict."""
+    alike: tuple[int, ...]
+    """By layer: the first one that costs the same."""
     shared: tuple[SharedCost, ...]
     skips: tuple[SkipCost, ...]
     reduction_latency_ticks: int
@@ -50,6 +53,11 @@ class LayoutCosts:
         """The same under another order or recomputation, which change no layer's costs."""
         ranks = tuple(one.under(layout) for one in self.ranks)
         return replace(self, layout=layout, ranks=ranks, columns=tuple(one.under(layout) for one in self.columns))
+
+    @property
+    def kinds(self) -> tuple[tuple[int, int], ...]:
+        """Of the layers that cost the same the first, and how many they are."""
+        return _counted(self.alike)
 
     @cached_property
     def _links(self) -> tuple[Link, ...]:
@@ -114,7 +122,7 @@ def priced(work: Workload, layout: Layout, groups: Groups, *, network: Link | No
     alike = work.alike(rows)
     known = known_prices(work, groups)
     distinct: dict[int, dict[RecomputeMode, LayerCost]] = {}
-    for index in set(alike):
+    for index, _ in _counted(alike):
         plain = rows[index][modes_of(rows[index])[0]]
         pricing = LayerPricing(work, layout, groups, work.profile.layers[index].parameters, plain, known)
         distinct[index] = pricing.costs(rows[index])
@@ -124,10 +132,16 @@ def priced(work: Workload, layout: Layout, groups: Groups, *, network: Link | No
         layout=layout,
         micro_batches=micro_batches,
         layers=layers,
+        alike=alike,
         shared=shared_costs(work, layout, layers, network),
         skips=skip_costs(work, layout),
         reduction_latency_ticks=_reduction_latency_ticks(work, layout, groups),
     )
+
+
+@lru_cache(maxsize=256)
+def _counted(alike: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple(Counter(alike).items())
 
 
 def _rows(work: Workload, layout: Layout) -> tuple[dict[RecomputeMode, Measurement], ...]:
