@@ -128,8 +128,8 @@ SPREAD_SCHEDULES = {
     "dp2-zb-v": Case("gpt2", (1, 2, 2, 1), {**IN_A_V, "data": 2}, clip=0.5, **SHORT),
     "dp2-zb-h1": Case("llama", (3, 3), {"schedule": "zb-h1", "data": 2, "optimizer": "sgd"}, **ONE_STEP),
     "dp2-loop": Case("llama", (2, 1, 1, 2), {**IN_A_LOOP, "data": 2}, **SHORT),
-    "tp2-zb-v": Case("tied-llama", (1, 2, 2, 1), {**IN_A_V, "tensor": 2}, clip=0.5, **SHORT),
-    "tp2-zb-h2": Case("qwen3", (2, 4), {"schedule": "zb-h2", "tensor": 2}, **SHORT),
+    "tp2-zb-v": Case("tied-llama", (1, 2, 2, 1), {**IN_A_V, "tensor": 2, "optimizer": "sgd"}, clip=0.5, **ONE_STEP),
+    "tp2-zb-h2": Case("qwen3", (2, 4), {"schedule": "zb-h2", "tensor": 2, "optimizer": "sgd"}, **ONE_STEP),
     "pp4-loop": Case("unet", (1,) * 8, {**IMAGES, **IN_A_LOOP, "pipeline": 4}, steps=2, learning_rate=0.2),
     "pp4-zb-v": Case("unet", (1,) * 8, {**IMAGES, **IN_A_V, "pipeline": 4}, steps=2, learning_rate=0.2),
 }
