@@ -21,7 +21,7 @@ def layout_costs(work: Workload, layout: Layout) -> LayoutCosts:
         MismatchError: the profile lacks this micro-batch size or tensor-parallel degree.
         UnsupportedError: the layout uses a dimension that is not priced.
     """
-    if work.groups or layout.micro_batch_shares:
+    if work.groups or len(set(layout.micro_batch_shares or ())) > 1:
         return mixed_costs(work, layout)
     key = _priced_alike(layout)
     if key in work.latest:

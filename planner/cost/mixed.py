@@ -11,8 +11,8 @@ same node groups, stage by stage, and that have as many micro-batches, act alike
     (V4)  a boundary between two node groups takes the slower of their network links, field by field  -> _boundary()
     (V5)  step = max over columns and pipeline ranks of end(p) + tail(p)                        -> planner.cost.step
     (V6)  memory of a pipeline rank is that of the column that has least room left              -> planner.cost.step
-    (V7)  share of data rank d: one micro-batch after the other goes to the rank whose share, times the ticks of all
-          layers on its devices, is least with it                                               -> fair_shares()
+    (V7)  shares: one micro-batch after the other goes to the data rank that is done first with it, by the ticks t of a
+          micro-batch on its busiest device: (share + P - 1) t, P - 1 to fill its pipeline      -> fair_shares()
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ from functools import lru_cache
 
 from planner.cost.communication import Group
 from planner.cost.compute import computation
-from planner.cost.layers import Groups, LayerCost, LayoutCosts, priced
-from planner.cost.placement import CommunicatorName, communicators, crossing, strides
+from planner.cost.groups import Groups
+from planner.cost.layers import LayoutCosts, priced
+from planner.cost.placement import CommunicatorName, communicators, crossing, degrees_of, strides
+from planner.cost.pricing import LayerCost
 from planner.cost.shared import shared_costs
-from planner.cost.workload import Workload, modes_of
+from planner.cost.ticks import ticks
+from planner.cost.workload import Workload
 from planner.errors import LayoutError, UnsupportedError
 from planner.spec.cluster import Link
 from planner.spec.layout import Layout
-from planner.spec.profile import RecomputeMode
+from planner.spec.profile import Measurement, RecomputeMode
 
 MIXED_SCHEDULES = ("gpipe", "1f1b")
 """Those that a heterogeneous cluster is planned with; dropping a replica's last micro-batches leaves their order."""
@@ -139,38 +142,42 @@ def check_mixed(work: Workload, layout: Layout, columns: Sequence[Column]) -> No
         )
 
 
-def fair_shares(ticks: Sequence[int], micro_batches: int) -> tuple[int, ...]:
-    """Micro-batches of every data rank: equation (V7). The largest share x ticks is as small as it can be.
+def fair_shares(ticks: Sequence[int], micro_batches: int, fill: int) -> tuple[int, ...]:
+    """Micro-batches of every data rank: equation (V7). The largest (share + fill) x ticks is as small as it can be.
 
     Args:
         ticks: of one micro-batch on every data rank.
         micro_batches: of all together.
+        fill: micro-batches that the pipeline takes to fill.
     """
     shares = [0] * len(ticks)
-    waiting = [(each, data) for data, each in enumerate(ticks)]
+    waiting = [((1 + fill) * each, data) for data, each in enumerate(ticks)]
     heapq.heapify(waiting)
     for _ in range(micro_batches):
         _, data = waiting[0]
         shares[data] += 1
-        heapq.heapreplace(waiting, ((shares[data] + 1) * ticks[data], data))
+        heapq.heapreplace(waiting, ((shares[data] + 1 + fill) * ticks[data], data))
     return tuple(shares)
 
 
-def layers_seconds(work: Workload, split: tuple[int, int, int, int]) -> float:
-    """Forward and backward of one micro-batch through all layers on the devices of one node group, alone.
+def layer_ticks(work: Workload, split: tuple[int, int, int, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Forward and backward of one micro-batch through every layer on the devices of one node group: computation alone,
+    in the mode whose backward takes least.
 
     Args:
         work: of the node group.
         split: micro-batch size, tensor-, context- and expert-parallel degree.
     """
     plain = next(rows for size, rows in work.sizes.items() if size[:4] == split)
-    known: dict[int, float] = {}
-    for options in plain:
-        if id(options) not in known:
-            row = options[modes_of(options)[0]]
-            spent = computation(row, work.device, work.profile.dtype, work.constants)
-            known[id(options)] = spent.forward_seconds + spent.backward_input_seconds + spent.backward_weight_seconds
-    return sum(known[id(options)] for options in plain)
+    known = {id(options): options for options in plain}
+    computed = {key: _computed_ticks(work, options) for key, options in known.items()}
+    return tuple(computed[id(each)][0] for each in plain), tuple(computed[id(each)][1] for each in plain)
+
+
+def _computed_ticks(work: Workload, options: dict[RecomputeMode, Measurement]) -> tuple[int, int]:
+    spent = [computation(row, work.device, work.profile.dtype, work.constants) for row in options.values()]
+    backward = [ticks(each.backward_input_seconds) + ticks(each.backward_weight_seconds) for each in spent]
+    return min(ticks(each.forward_seconds) for each in spent), min(backward)
 
 
 class _Pricing:
@@ -180,7 +187,8 @@ class _Pricing:
         self.work, self.layout, self.columns = work, layout, columns
         self.groups = work.groups or (work,)
         self.sites = _sites(_sizes(work))
-        self.network = _slowest([group.inter_node or group.intra_node for group in self.groups])
+        self.network = _slowest([_network(group) for group in self.groups]) if work.groups else None
+        self._communicators = _communicators(_sizes(work), degrees_of(layout), tuple(columns))
         self._known: dict[tuple[int, tuple[int, ...], Groups], LayoutCosts] = {}
 
     def column(self, column: Column) -> LayoutCosts:
@@ -195,7 +203,7 @@ class _Pricing:
         """Equations (V2) and (V3)."""
         own = column.groups[pipeline]
         holders = tuple(sorted({each.groups[pipeline] for each in self.columns}))
-        key = (own, holders, self._communicators(column, pipeline))
+        key = (own, holders, self._linked(self._communicators[self.columns.index(column)][pipeline], holders))
         if key not in self._known:
             self._known[key] = self._priced(*key)
         return replace(self._known[key], micro_batches=column.micro_batches)
@@ -209,42 +217,20 @@ class _Pricing:
         layers = _waiting_for(costs.layers, [other.layers for other in others])
         return replace(costs, layers=layers, shared=shared_costs(work, layout, layers, self.network))
 
-    def _communicators(self, column: Column, pipeline: int) -> Groups:
-        """Of the column's ranks on a stage the widest of every kind; those that sum gradients, of the whole stage."""
-        of, layout = strides(self.layout), self.layout
-        cell = layout.context_parallel_degree * layout.tensor_parallel_degree
-        mine = {of.rank(pipeline, data, 0, 0) // cell for data in column.data_ranks}
-
-        def widest(name: CommunicatorName, *, of_column: bool) -> Group:
-            several = communicators(layout, name, pipeline)
-            chosen = (ranks for ranks in several if not of_column or ranks[0] // cell in mine)
-            return max(map(self._around, chosen), key=crossing)
-
-        return Groups(
-            tensor=widest("tensor", of_column=True),
-            context=widest("context", of_column=True),
-            expert=widest("expert", of_column=layout.expert_parallel_degree == 1),
-            data=widest("data", of_column=False),
-            expert_data=widest("expert_data", of_column=False),
-            shard=widest("data", of_column=False),
-            expert_shard=widest("expert_data", of_column=False),
-            copies=Group(1, 1, 1),
-        )
-
-    def _around(self, ranks: tuple[int, ...]) -> Group:
-        around = self.sites.around(ranks)
-        holders = sorted({self.sites.groups[rank] for rank in ranks})
+    def _linked(self, groups: Groups, holders: tuple[int, ...]) -> Groups:
+        """With the links of those that sum gradients over several node groups: equation (V3)."""
         if len(holders) == 1:
-            return around
-        inside = _slowest([self.groups[each].intra_node for each in holders])
-        between = [self.groups[each] for each in holders]
-        return replace(around, links=(inside, _slowest([each.inter_node or each.intra_node for each in between])))
+            return groups
+        those = [self.groups[each] for each in holders]
+        links = (_slowest([each.intra_node for each in those]), _slowest([_network(each) for each in those]))
+        names = ("data", "expert_data", "shard", "expert_shard")
+        return replace(groups, **{name: replace(getattr(groups, name), links=links) for name in names})
 
     def _boundary(self, column: Column, stage: int) -> Link:
         """Equation (V4)."""
         here, there = (self.groups[column.groups[each]] for each in (stage, stage + 1))
         if here is not there:
-            return _slowest([each.inter_node or each.intra_node for each in (here, there)])
+            return _slowest([_network(each) for each in (here, there)])
         of, size = strides(self.layout), self.layout.context_parallel_degree * self.layout.tensor_parallel_degree
         first = [of.rank(stage, data, 0, 0) for data in column.data_ranks]
         ranks = [start + each for start in first for each in range(size)]
@@ -266,6 +252,56 @@ def _sites(sizes: tuple[tuple[int, int], ...]) -> _Sites:
         groups += [place] * devices
         domains += [first + rank // domain for rank in range(devices)]
     return _Sites(tuple(groups), tuple(domains))
+
+
+@lru_cache(maxsize=1024)
+def _communicators(
+    sizes: tuple[tuple[int, int], ...], layout: Layout, columns: tuple[Column, ...]
+) -> tuple[tuple[Groups, ...], ...]:
+    """By column and pipeline rank: of the column's ranks the widest of every kind that exchanges activations, and of
+    the whole stage of those that sum gradients."""
+    stages = range(layout.pipeline_parallel_degree)
+    whole = [_widest_groups(sizes, layout, stage, None) for stage in stages]
+    if len(columns) == 1:
+        return (tuple(whole),)
+    rows = []
+    for column in columns:
+        own = [_widest_groups(sizes, layout, stage, column) for stage in stages]
+        exchanging = [{name: getattr(each, name) for name in ("tensor", "context", "expert")} for each in own]
+        rows.append(tuple(replace(whole[stage], **exchanging[stage]) for stage in stages))
+    return tuple(rows)
+
+
+def _widest_groups(sizes: tuple[tuple[int, int], ...], layout: Layout, stage: int, column: Column | None) -> Groups:
+    """Of one stage, or of a column's ranks on it."""
+    of, sites = strides(layout), _sites(sizes)
+    cell = layout.context_parallel_degree * layout.tensor_parallel_degree
+    mine = {of.rank(stage, data, 0, 0) // cell for data in column.data_ranks} if column else None
+
+    def widest(name: CommunicatorName) -> Group:
+        several = communicators(layout, name, stage)
+        chosen = (ranks for ranks in several if mine is None or ranks[0] // cell in mine)
+        return max(map(sites.around, chosen), key=crossing)
+
+    data, expert_data = (widest("data"), widest("expert_data")) if column is None else (_ALONE, _ALONE)
+    return Groups(
+        tensor=widest("tensor"),
+        context=widest("context"),
+        expert=widest("expert"),
+        data=data,
+        expert_data=expert_data,
+        shard=data,
+        expert_shard=expert_data,
+        copies=_ALONE,
+    )
+
+
+_ALONE = Group(1, 1, 1)
+
+
+def _network(work: Workload) -> Link:
+    """How the devices of a node group reach those of others."""
+    return work.inter_node or work.intra_node
 
 
 def _slowest(links: Sequence[Link]) -> Link:

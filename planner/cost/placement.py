@@ -131,14 +131,14 @@ def widest_context_group(layout: Layout, domain_devices: int) -> Group:
 def widest_expert_group(layout: Layout, domain_devices: int) -> Group:
     """The expert-parallel group that crosses most nodes."""
     if not _is_contiguous(layout):
-        return _widest_by_hand(_degrees(layout), "expert", domain_devices)
+        return _widest_by_hand(degrees_of(layout), "expert", domain_devices)
     return _widest(layout.devices, domain_devices, layout.tensor_parallel_degree, layout.expert_parallel_degree)
 
 
 def widest_data_group(layout: Layout, domain_devices: int) -> Group:
     """The group that sums gradients, data- and context-parallel ranks, that crosses most nodes."""
     if not _is_contiguous(layout):
-        return _widest_by_hand(_degrees(layout), "data", domain_devices)
+        return _widest_by_hand(degrees_of(layout), "data", domain_devices)
     members = layout.data_parallel_degree * layout.context_parallel_degree
     return _widest(layout.devices, domain_devices, layout.tensor_parallel_degree, members)
 
@@ -146,7 +146,7 @@ def widest_data_group(layout: Layout, domain_devices: int) -> Group:
 def widest_expert_data_group(layout: Layout, domain_devices: int) -> Group:
     """The group that sums the gradients of one expert."""
     if not _is_contiguous(layout):
-        return _widest_by_hand(_degrees(layout), "expert_data", domain_devices)
+        return _widest_by_hand(degrees_of(layout), "expert_data", domain_devices)
     members = layout.data_parallel_degree * layout.context_parallel_degree // layout.expert_parallel_degree
     stride = layout.tensor_parallel_degree * layout.expert_parallel_degree
     return _widest(layout.devices, domain_devices, stride, max(1, members))
@@ -158,7 +158,7 @@ def _is_contiguous(layout: Layout) -> bool:
     return layout.rank_order == "tp-cp-dp-pp" or 1 in degrees
 
 
-def _degrees(layout: Layout) -> Layout:
+def degrees_of(layout: Layout) -> Layout:
     """The layout as far as its communicators go, to be looked up by."""
     names = ("data", "tensor", "pipeline", "context", "expert")
     degrees = {f"{name}_parallel_degree": getattr(layout, f"{name}_parallel_degree") for name in names}
@@ -176,7 +176,7 @@ def _widest_by_hand(layout: Layout, name: CommunicatorName, domain_devices: int)
 def widest_shard_group(layout: Layout, domain_devices: int) -> Group:
     """The group that shares out ZeRO's states, that crosses most nodes; without hybrid sharding the data group."""
     if not _is_contiguous(layout):
-        return _widest_by_hand(_degrees(layout), "shard", domain_devices)
+        return _widest_by_hand(degrees_of(layout), "shard", domain_devices)
     members = layout.zero_shard_degree or layout.replicas
     return _widest(layout.devices, domain_devices, layout.tensor_parallel_degree, members)
 
@@ -184,7 +184,7 @@ def widest_shard_group(layout: Layout, domain_devices: int) -> Group:
 def widest_expert_shard_group(layout: Layout, domain_devices: int) -> Group:
     """Those of such a group that hold the same experts."""
     if not _is_contiguous(layout):
-        return _widest_by_hand(_degrees(layout), "expert_shard", domain_devices)
+        return _widest_by_hand(degrees_of(layout), "expert_shard", domain_devices)
     members = (layout.zero_shard_degree or layout.replicas) // layout.expert_parallel_degree
     stride = layout.tensor_parallel_degree * layout.expert_parallel_degree
     return _widest(layout.devices, domain_devices, stride, max(1, members))
@@ -193,7 +193,7 @@ def widest_expert_shard_group(layout: Layout, domain_devices: int) -> Group:
 def widest_copies_group(layout: Layout, domain_devices: int) -> Group:
     """The ranks that hold the same shard, one of every group that shares out the states."""
     if not _is_contiguous(layout):
-        return _widest_by_hand(_degrees(layout), "copies", domain_devices)
+        return _widest_by_hand(degrees_of(layout), "copies", domain_devices)
     shards = layout.zero_shard_degree or layout.replicas
     stride = layout.tensor_parallel_degree * shards
     return _widest(layout.devices, domain_devices, stride, max(1, layout.replicas // shards))

@@ -28,6 +28,8 @@ class SharedCost:
     optimizer_bytes: int
     tail_ticks: int
     """Reduction and optimizer of one copy, saved when a stage holds several layers that use it."""
+    reduction_ticks: int
+    """Of `tail_ticks`: the reduction."""
     exchange_ticks: int
     """All-reduce of the gradients over two stages, once per step and stage that holds a copy."""
 
@@ -79,6 +81,7 @@ def shared_costs(
                 gradients_bytes=local * ogp.gradient_bytes // shards[1],
                 optimizer_bytes=ogp.optimizer_bytes(count) // shards[2],
                 tail_ticks=(user.reduction_ticks + user.optimizer_ticks) * local // max(1, user.parameters),
+                reduction_ticks=user.reduction_ticks * local // max(1, user.parameters),
                 exchange_ticks=ticks(exchange),
             )
         )

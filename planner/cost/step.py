@@ -124,7 +124,8 @@ def _tail(costs: LayoutCosts, ranks: Sequence[StageLayers], index: int) -> tuple
     held = {layer for layer, _ in ranks[index]}
     for shared in costs.shared:
         repeated = max(0, len(held.intersection(shared.layers)) - 1)
-        optimizer -= repeated * shared.tail_ticks
+        reduction -= repeated * shared.reduction_ticks
+        optimizer -= repeated * (shared.tail_ticks - shared.reduction_ticks)
         if index in shared_on_several_stages(ranks, shared.layers):
             reduction += shared.exchange_ticks
     return reduction, optimizer

@@ -1,6 +1,7 @@
 """The search under each objective of a job.
 
-step_time   the fastest step on all devices
+step_time   the fastest step on all devices; of a heterogeneous cluster, on any of its node groups in any order (J3):
+            slow devices may be better left out                                          -> _fastest(), _raced()
 cost        the least price of a token (J2), over all parts of the cluster. One best-first search goes through the
             layouts of all parts together: what is open has a least price, bound x the part's price per second, and the
             least comes next, so that of most parts only the families are ever bounded               -> _cheapest()
@@ -21,9 +22,9 @@ from itertools import groupby
 
 from planner.cost import TICK_SECONDS, Workload, workload
 from planner.search.inside import NO_LIMIT
-from planner.search.parts import Part, check_prices, parts_of, whole
+from planner.search.parts import Part, arrangements, check_prices, parts_of, whole
 from planner.search.result import Callbacks, Progress
-from planner.search.solve import State, advance, begin, search
+from planner.search.solve import State, advance, begin, dive, search
 from planner.search.space import Space, space_of
 from planner.spec.plan import PlanRequest, SearchReport
 from planner.spec.profile import ModelProfile
@@ -148,12 +149,37 @@ def contest(request: PlanRequest, profile: ModelProfile, callbacks: Callbacks) -
 
 
 def _fastest(field: _Field) -> Contest:
+    parts = arrangements(field.request.cluster)
+    if len(parts) > 1:
+        return _raced(field, parts)
     part = whole(field.request.cluster)
     work = workload(field.profile, part.cluster, field.request.job)
     space = space_of(work)
     state = search(work, space, field.request.options, field.callbacks)
     winner = Contender(part, work, space, state)
     return Contest(winner, state.report())
+
+
+def _raced(field: _Field, parts: Sequence[Part]) -> Contest:
+    """The fastest plan of any of these parts; a first plan of each is looked for before bounds are."""
+    entered: list[Contender] = []
+    for part in parts:
+        if field.is_over:
+            break
+        entered.append(field.enter(part))
+        dive(entered[-1].state)
+        _hold_below(entered)
+    winner = _first(field, entered)
+    is_whole = len(entered) == len(parts)
+    bound = min((one.state.heap[0].bound_ticks for one in entered if one.state.is_open), default=NO_LIMIT)
+    return _ended(field, winner, bound if is_whole else 0, entered[0])
+
+
+def _hold_below(same: Sequence[Contender]) -> None:
+    """Only what is faster than the fastest matters from now on."""
+    found = [_ticks_of(one) for one in same if one.state.best]
+    for one in same:
+        one.state.ceiling = min([one.state.ceiling, *found])
 
 
 def _cheapest(field: _Field) -> Contest:

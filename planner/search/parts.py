@@ -2,13 +2,15 @@
 
 (J1)  of every node group its first n nodes, for every n; of one group alone also the first d devices of its first
       node, for every d                                                                            -> parts_of()
+(J3)  of a heterogeneous cluster: any of its node groups, whole, in any order as long as they are at most
+      `MOST_ORDERED`, else in the given order; ranks fill them in that order               -> arrangements()
 (J2)  price of a token = step x price of the part's devices per second / tokens of a step          -> token_price()
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
+from itertools import combinations, permutations, product
 from math import prod
 
 from planner.errors import DocumentError, UnsupportedError
@@ -18,6 +20,8 @@ from planner.spec.plan import RankPlacement
 
 MOST_PARTS = 4096
 """Of one cluster: more choices of nodes are refused."""
+MOST_ORDERED = 3
+"""Node groups that are tried in every order."""
 _HOUR_SECONDS = 3600
 
 
@@ -26,7 +30,7 @@ class Part:
     """Some of a cluster's devices."""
 
     nodes: tuple[int, ...]
-    """Numbers of its nodes, through all groups of the whole cluster."""
+    """Numbers of its nodes, through all groups of the whole cluster, in the order in which ranks fill them."""
     cluster: Cluster
     """These devices alone."""
 
@@ -80,8 +84,27 @@ def parts_of(cluster: Cluster) -> tuple[Part, ...]:
     return tuple(sorted(found, key=lambda part: (part.devices, part.nodes)))
 
 
+def arrangements(cluster: Cluster) -> tuple[Part, ...]:
+    """What a plan may use of a cluster when nothing but its speed counts: (J3). All in the given order comes first."""
+    groups = cluster.node_groups
+    starts = [sum(group.nodes for group in groups[:place]) for place in range(len(groups))]
+    several = permutations if len(groups) <= MOST_ORDERED else combinations
+    chosen = [order for count in range(len(groups), 0, -1) for order in several(range(len(groups)), count)]
+    return tuple(
+        _part(
+            cluster,
+            {
+                starts[place] + node: groups[place].devices_per_node
+                for place in order
+                for node in range(groups[place].nodes)
+            },
+        )
+        for order in chosen
+    )
+
+
 def _part(cluster: Cluster, devices: dict[int, int]) -> Part:
-    return Part(tuple(sorted(devices)), cluster.part(devices))
+    return Part(tuple(devices), cluster.part(devices))
 
 
 def check_prices(cluster: Cluster) -> None:

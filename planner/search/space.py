@@ -34,7 +34,7 @@ from planner.errors import LayoutError, UnknownNameError, UnsupportedError
 from planner.schedule import Requirement, build, canonical_name, find, names, requirements
 from planner.schedule.entry import Shape
 from planner.search.bounds import BOUNDED
-from planner.search.standing import Degrees, Standing, standings_of
+from planner.search.standing import Degrees, Speeds, Standing, standings_of
 from planner.spec.job import WHOLE_PARAMETERS, Constraint, Job, Range, allows
 from planner.spec.layout import Layout, RankOrder, RecomputeWord, ZeroStage
 from planner.spec.profile import Measurement, RecomputeMode
@@ -261,9 +261,12 @@ def families(work: Workload, constraints: dict[str, Constraint]) -> Iterator[Fam
         pieces = context * (tensor if sequence_parallel else 1)
         if (whole and tensor * expert > 1) or work.job.sequence_length % pieces or (sequence_parallel and context > 1):
             continue
+        speeds = Speeds.of(work, split[:4]) if work.groups else None
         for pipeline in _divisors(work.devices, tensor * context):
             degrees = (work.devices // (tensor * context * pipeline), tensor, pipeline, context, expert)
-            for standing in standings_of(work, degrees, size, constraints.get("rank_order")):
+            if degrees[0] * context % expert:
+                continue
+            for standing in standings_of(work, degrees, size, constraints.get("rank_order"), speeds):
                 alone = whole or degrees[0] * context == 1 or (pipeline > 1 and shares_shards[split])
                 family = Family(
                     *degrees,

@@ -4,23 +4,34 @@
       data x micro-batch size divides the global batch
 (D10) a heterogeneous cluster: both orders, as far as every cell stands in one node group; where data ranks stand on
       different node groups, shares by (V7), at least one micro-batch each             -> planner.cost.mixed
-(D11) the speed of a data rank, for (V7), is that of its devices together: they share out the layers, so a
-      micro-batch takes 1 / sum over its pipeline ranks of 1 / (ticks of all layers on that device)     -> _ticks()
+(D11) with f(l, g), b(l, g) the ticks of layer l on node group g, alone and cheapest, w their sum, W(g) the sum of w
+      over all layers: pipeline ranks on node groups g(p) share out the layers. With weights q(p) in proportion to
+      1 / W(g(p)), the weighted mean of their times for one micro-batch is at least
+          sum over l of the least q(p) w(l, g(p)) over p                                           -> Speeds.ticks()
+(D12) likewise the mean of what (B2) says of every rank, for M micro-batches and u(p) = min(M, P - p), which is true of
+      gpipe as well, since there all forwards come before the backwards:
+          T >= sum over l of the least over p of w + q(p) ((M - u(p)) f + (M - 1) b)               -> Speeds.least()
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from planner.cost import Workload
-from planner.cost.mixed import fair_shares, layers_seconds, standings
+from planner.cost.mixed import fair_shares, layer_ticks, standings
 from planner.spec.job import Constraint, allows
 from planner.spec.layout import Layout, RankOrder
 
 Degrees = tuple[int, int, int, int, int]
 """Data, tensor, pipeline, context, expert."""
+_Ticks = NDArray[np.float64]
+_ROUNDING = 1e-9
 RANK_ORDERS: tuple[RankOrder, ...] = ("tp-cp-dp-pp", "tp-cp-pp-dp")
 
 
@@ -34,25 +45,73 @@ class Standing(NamedTuple):
     """`Layout.micro_batch_shares`."""
     are_alike: bool = True
     """All data ranks: the same devices, stage by stage, and equal shares."""
+    least_ticks: int = 0
+    """That no stage map beats, on a heterogeneous cluster: (D12)."""
 
 
-def standings_of(work: Workload, degrees: Degrees, size: int, constraint: Constraint | None) -> Iterator[Standing]:
-    """Every standing of these degrees that the job permits, with micro-batches of `size` samples."""
+@dataclass(frozen=True)
+class Speeds:
+    """Ticks of all layers on every node group, for micro-batches and shards of one size; layers alike are added up."""
+
+    forward: _Ticks
+    """[g, kind of layer]."""
+    backward: _Ticks
+
+    @classmethod
+    def of(cls, work: Workload, split: tuple[int, int, int, int]) -> Self:
+        """The speeds of a heterogeneous cluster's node groups."""
+        both = np.array([layer_ticks(group, split) for group in work.groups], dtype=np.float64)
+        kinds, counts = np.unique(both.reshape(-1, both.shape[-1]), axis=1, return_counts=True)
+        forward, backward = (kinds * counts).reshape(len(work.groups), 2, -1).transpose(1, 0, 2)
+        return cls(forward, backward)
+
+    def ticks(self, row: tuple[int, ...]) -> int:
+        """Of one micro-batch on the busiest of pipeline ranks on these node groups, at least: (D11); 1 or more."""
+        weights, forward, backward = self._on(row)
+        return max(1, int((weights * (forward + backward)).min(axis=0).sum() * (1 - _ROUNDING)))
+
+    def least(self, row: tuple[int, ...], count: int) -> int:
+        """Of a step of so many micro-batches on these pipeline ranks, at least: (D12)."""
+        weights, forward, backward = self._on(row)
+        ahead = np.minimum(count, len(row) - np.arange(len(row)))[:, None]
+        mean = forward + backward + weights * ((count - ahead) * forward + (count - 1) * backward)
+        return int(mean.min(axis=0).sum() * (1 - _ROUNDING))
+
+    def _on(self, row: tuple[int, ...]) -> tuple[_Ticks, _Ticks, _Ticks]:
+        """Weights of the pipeline ranks, and ticks of all layers there."""
+        here = list(row)
+        forward, backward = self.forward[here], self.backward[here]
+        speed = 1 / np.maximum(1.0, (forward + backward).sum(axis=1, keepdims=True))
+        return speed / speed.sum(), forward, backward
+
+
+def standings_of(
+    work: Workload, degrees: Degrees, size: int, constraint: Constraint | None, speeds: Speeds | None
+) -> Iterator[Standing]:
+    """Every standing of these degrees that the job permits, with micro-batches of `size` samples.
+
+    Args:
+        work: its cluster and global batch.
+        degrees: of parallelism.
+        size: samples of a micro-batch.
+        constraint: on the order of the ranks.
+        speeds: of a heterogeneous cluster's node groups.
+    """
     data, _, pipeline, _, _ = degrees
     permitted = [order for order in RANK_ORDERS if allows(constraint, order)]
     if pipeline == 1 or data == 1:  # both orders are the same
-        permitted = [order for order in permitted if order == RANK_ORDERS[0] or constraint is not None][:1]
+        permitted = permitted[:1]
     batch = work.job.global_batch_size
-    if not work.groups:
+    if speeds is None:
         orders = permitted if constraint is not None else permitted[:1]
         yield from (Standing(batch // (data * size), order) for order in orders if batch % (data * size) == 0)
     elif batch % size == 0:
         for order in permitted:
-            yield from _on_groups(work, degrees, size, order)
+            yield from _on_groups(work, degrees, batch // size, order, speeds)
 
 
-def _on_groups(work: Workload, degrees: Degrees, size: int, order: RankOrder) -> Iterator[Standing]:
-    """Equation (D10): at most one."""
+def _on_groups(work: Workload, degrees: Degrees, count: int, order: RankOrder, speeds: Speeds) -> Iterator[Standing]:
+    """Equation (D10): at most one, for so many micro-batches of all data ranks together."""
     data, tensor, pipeline, context, expert = degrees
     layout = Layout.model_construct(
         data_parallel_degree=data,
@@ -61,27 +120,18 @@ def _on_groups(work: Workload, degrees: Degrees, size: int, order: RankOrder) ->
         context_parallel_degree=context,
         rank_order=order,
     )
-    rows, count = standings(work, layout), work.job.global_batch_size // size
+    rows = standings(work, layout) if count >= data else None
     if rows is None:
         return
-    if len(set(rows)) == 1:
+    ticks = {row: speeds.ticks(row) for row in set(rows)}
+    if len(ticks) == 1:
         if count % data == 0:
-            yield Standing(count // data, order)
-        return
-    if expert > 1 or count < data:
-        return
-    split = (size, tensor, context, expert)
-    ticks = {row: _ticks([layers_seconds(work.groups[group], split) for group in row]) for row in set(rows)}
-    shares = _shares(tuple(ticks[row] for row in rows), count)
-    if min(shares) > 0:
-        yield Standing(max(shares), order, shares, are_alike=False)
-
-
-def _ticks(seconds: list[float]) -> int:
-    """Equation (D11), in nanoseconds, at least one."""
-    if 0.0 in seconds:
-        return 1
-    return max(1, round(1e9 / sum(1 / each for each in seconds)))
+            yield Standing(count // data, order, least_ticks=speeds.least(rows[0], count // data))
+    elif expert == 1:
+        shares = _shares(tuple(ticks[row] for row in rows), count, pipeline - 1)
+        if min(shares) > 0:
+            least = max(speeds.least(*each) for each in set(zip(rows, shares, strict=True)))
+            yield Standing(max(shares), order, shares, are_alike=False, least_ticks=least)
 
 
 _shares = lru_cache(maxsize=1024)(fair_shares)

@@ -162,16 +162,18 @@ class Pipeline:
         prices = self._prices(rank)
         reduction = prices.reduction_latency + sum(price.reduction for price in self._layers(*self._stages[rank]))
         for here, shared in zip(self._uses(rank), prices.shared, strict=True):
+            reduction -= max(0, here - 1) * shared.reduction
             if 0 < here < len(shared.users):
                 reduction += shared.exchange
         return reduction, max(self._update(rank, each) for each in self.cells.every_prices(rank))
 
     def _update(self, rank: int, prices: Prices) -> int:
-        """A rank updates what its layers share once."""
+        """A rank reduces and updates what its layers share once."""
         placed = [place for stage in self._stages[rank] for place in self.stage_map[stage]]
         update = sum(prices.layers[layer][mode].update for layer, mode in placed)
         doubled = [max(0, here - 1) for here in self._uses(rank)]
-        less = sum(count * shared.reduction_and_update for count, shared in zip(doubled, prices.shared, strict=True))
+        spared = [shared.reduction_and_update - shared.reduction for shared in prices.shared]
+        less = sum(count * each for count, each in zip(doubled, spared, strict=True))
         return update - less + nanoseconds(prices.site.group.constants.step_seconds)
 
     def _uses(self, rank: int) -> list[int]:

@@ -108,6 +108,7 @@ class SharedPrice:
     """One copy of parameters that several layers use."""
 
     users: tuple[int, ...]
+    reduction: int
     reduction_and_update: int
     exchange: int
     """All-reduce of its gradients over two stages."""
@@ -315,6 +316,7 @@ class Prices:
         exchange = 2 * send_seconds(elements * ogp.gradient_bytes / 2, self.site.tied)
         return SharedPrice(
             users=users,
+            reduction=price.reduction * elements // max(1, of_layer),
             reduction_and_update=(price.reduction + price.update) * elements // max(1, of_layer),
             exchange=nanoseconds(exchange) if facts.layout.pipeline_parallel_degree > 1 else 0,
             state=StateBytes(
