@@ -136,6 +136,9 @@ def run(arguments: argparse.Namespace) -> int:
         return DONE
     for path in (arguments.output, arguments.metrics):
         check_output(path)
+    if sum(group.nodes for group in plan.request.cluster.node_groups) > 1:
+        (used,) = plan.cluster.node_groups
+        words(f"this machine is taken for node {plan.placement[0].node}, of {used.name}: the plan uses no other")
     return _tell(plan, _train(plan, model, arguments), arguments)
 
 

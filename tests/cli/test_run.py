@@ -121,6 +121,20 @@ def test_the_replica_that_memory_is_predicted_for_is_told(plan_path: Path) -> No
     assert told in run_text(plan.model_copy(update={"layout": shared}), measured_run(plan))
 
 
+def test_the_node_that_this_machine_is_taken_for_is_told(
+    planner: Command, plan_path: Path, calls: list[dict[str, Any]]
+) -> None:
+    """Where the plan uses one node of several; all others have one."""
+    assert "taken for" not in planner("run", plan_path, "--model", "m:f").err
+    plan = json.loads(plan_path.read_text())
+    (group,) = plan["request"]["cluster"]["node_groups"]
+    plan["request"]["cluster"]["node_groups"] = [{**group, "name": name} for name in ("old", "new")]
+    for row in plan["placement"]:
+        row["node"] = 1
+    plan_path.write_text(json.dumps(plan))
+    assert "this machine is taken for node 1, of new" in planner("run", plan_path, "--model", "m:f").err
+
+
 def test_json_and_file(planner: Command, plan_path: Path, calls: list[dict[str, Any]], tmp_path: Path) -> None:
     """The report is the same on stdout and in the file."""
     path = tmp_path / "measured.json"
