@@ -1,0 +1,96 @@
+"""What the agents of `tests.torchrun.test_elastic_nodes` start on every device: ranks with a planner that knows a few
+plans by heart."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from planner.executor.loss import next_token
+from planner.executor.node_rank import RankOptions, run_rank
+from planner.executor.settings import RunSettings
+from planner.executor.weigh import Rebalanced
+from planner.spec import Infeasible, Plan, read
+from profiler.models import ModelSource
+from tests.executor.plans import make_plan, source_of
+
+ALONE_SECONDS = 0.3
+"""That a micro-batch takes longer on one device: so that growing pays, however long it takes on a busy machine."""
+PREDICTED_SECONDS = {(1,): 1000.0, (1, 1): 2.0, (2, 1): 1.0}
+"""Of a step, by the devices of the nodes that are there."""
+
+
+def slow_alone(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Next-token prediction, slow on one device."""
+    if os.environ.get("WORLD_SIZE") == "1":
+        time.sleep(ALONE_SECONDS)
+    return next_token(logits, tokens)
+
+
+def failing(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """A mistake of the user's."""
+    raise ValueError("this loss has a mistake")
+
+
+def on_nodes(plan: Plan, devices: Sequence[int], step_seconds: float) -> Plan:
+    """The plan, its ranks dealt out to nodes with so many devices each, which are its cluster."""
+    places = [(node, device) for node, count in enumerate(devices) for device in range(count)]
+    placement = tuple(
+        row.model_copy(update={"node": node, "device": device})
+        for row, (node, device) in zip(plan.placement, places, strict=True)
+    )
+    (group,) = plan.request.cluster.node_groups
+    groups = tuple(group.model_copy(update={"nodes": 1, "devices_per_node": count}) for count in devices)
+    cluster = plan.request.cluster.model_copy(update={"node_groups": groups})
+    return plan.model_copy(
+        update={
+            "placement": placement,
+            "prediction": plan.prediction.model_copy(update={"step_seconds": step_seconds}),
+            "request": plan.request.model_copy(update={"cluster": cluster}),
+        }
+    )
+
+
+class Planner:
+    """Knows plans for one device, for two nodes of one, and for two nodes of two and of one."""
+
+    def __init__(self, source: ModelSource) -> None:
+        layers = [layer.name for layer in source.cut().layers]
+        sizes = {(1,): (6,), (1, 1): (2, 4), (2, 1): (2, 2, 2)}
+        self.plans = {
+            devices: on_nodes(make_plan(layers, sizes[devices]), devices, seconds)
+            for devices, seconds in PREDICTED_SECONDS.items()
+        }
+
+    def for_nodes(self, devices: Sequence[int]) -> Plan | Infeasible:
+        """One of them."""
+        return self.plans[tuple(sorted(devices, reverse=True))]
+
+    def busy_seconds(self, plan: Plan) -> tuple[float, ...]:
+        """It does not know."""
+        return (1.0,) * len(plan.stages)
+
+    def rebalance(self, plan: Plan, slowdown: Sequence[float]) -> Rebalanced | None:
+        """There is none."""
+        return None
+
+
+def main() -> int:
+    """As `planner.cli.node_rank`."""
+    torch.set_num_threads(1)
+    parser = argparse.ArgumentParser()
+    RankOptions.add_arguments(parser)
+    found = parser.parse_args()
+    settings = RunSettings.from_arguments(found)
+    planner = Planner(source_of("gpt2", Path(settings.model).parent))
+    return run_rank(read(Plan, found.plan), settings, RankOptions.from_arguments(found), planner)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""Agents of two nodes on this machine: one is killed, with its ranks, and comes back with another device."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from planner.errors import RunError
+from planner.executor.nodes import NodesPolicy, run_node
+from planner.executor.reference import train_reference
+from planner.executor.settings import RunSettings
+from planner.spec import MeasuredRun
+from tests.executor.plans import source_of
+from tests.torchrun.node_rank import Planner
+
+pytestmark = pytest.mark.torchrun
+STEPS, EVERY, KILLED_AFTER = 80, 4, 6
+FIRST, SECOND = "127.0.0.1", "127.0.0.2"
+"""Addresses of the two nodes."""
+WAIT_SECONDS = 120.0
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    """On a machine outside, as it were: no node is lost with it."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+class Nodes:
+    """Starts nodes, and keeps what rank 0 says."""
+
+    def __init__(self, folder: Path, store: TCPStore, **settings: Any) -> None:
+        self.source = source_of("gpt2", folder)
+        self.planner = Planner(self.source)
+        self.lines: list[str] = []
+        self._store = store
+        self._settings = RunSettings(
+            model=str(folder / "gpt2.json"),
+            device="cpu",
+            timeout_seconds=60,
+            checkpoint_dir=str(folder / "checkpoints"),
+            checkpoint_every=EVERY,
+            **settings,
+        )
+        self._pool = ThreadPoolExecutor()
+
+    def start(self, address: str, devices: int, nodes: tuple[int, int] = (1, 2)) -> Future[tuple[MeasuredRun, bool]]:
+        """A node, in a thread that follows it."""
+        policy = NodesPolicy(
+            least=nodes[0],
+            most=nodes[1],
+            run_id="test",
+            devices=devices,
+            ranks=("-m", "tests.torchrun.node_rank"),
+            rendezvous=f"127.0.0.1:{self._store.port}",
+            address=address,
+            last_call_seconds=2,
+            heartbeat_seconds=1,
+        )
+        plan = self.planner.plans[1, 1]
+        return self._pool.submit(run_node, plan, self._settings, policy, log=self.lines.append)
+
+    def wait_for(self, reached: Callable[[str], bool]) -> None:
+        """Until rank 0 says it."""
+        until = time.monotonic() + WAIT_SECONDS
+        while not any(map(reached, list(self.lines))):
+            assert time.monotonic() < until, self.lines
+            time.sleep(0.05)
+
+
+def kill_node(address: str) -> None:
+    """SIGKILL the agent of this address, and its ranks."""
+    agents = [pid for pid in processes() if f"--address={address}".encode() in words_of(pid)]
+    (agent,) = (pid for pid in agents if parent_of(pid) == os.getpid())
+    ranks = [pid for pid in processes() if parent_of(pid) == agent]
+    assert ranks
+    for pid in (agent, *ranks):
+        os.kill(pid, signal.SIGKILL)
+
+
+def processes() -> list[int]:
+    """Of this machine."""
+    return [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdecimal()]
+
+
+def words_of(pid: int) -> list[bytes]:
+    """Of its command."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def parent_of(pid: int) -> int:
+    """0: it has gone."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def test_a_killed_node_costs_no_step_beyond_the_last_checkpoint(tmp_path: Path, store: TCPStore) -> None:
+    """Two nodes, then one, then two with three devices: the losses are those of the undisturbed run, and every move is
+    told on both."""
+    nodes = Nodes(tmp_path, store, steps=STEPS, loss="tests.torchrun.node_rank:slow_alone")
+    first, second = nodes.start(FIRST, 1), nodes.start(SECOND, 1)
+    nodes.wait_for(lambda line: line.startswith(f"step {KILLED_AFTER:4d}"))
+    kill_node(SECOND)
+    with pytest.raises(RunError):
+        second.result(WAIT_SECONDS)
+    nodes.wait_for(lambda line: "go on from step" in line)
+    second = nodes.start(SECOND, 2)
+    (measured, is_first), (theirs, is_second) = first.result(WAIT_SECONDS), second.result(WAIT_SECONDS)
+    assert theirs == measured
+    assert is_first != is_second
+    expected = train_reference(nodes.planner.plans[1, 1], nodes.source, steps=STEPS).losses
+    assert [measured.losses_by_step[step] for step in range(STEPS)] == pytest.approx(expected, abs=1e-5)
+    lost, moved, grown, gone_on = (
+        each for each in measured.decisions if "drift_of_pipeline_rank_0" not in each.figures
+    )
+    assert [each.kind for each in (lost, moved, grown, gone_on)] == ["lost", "moved", "moved", "moved"]
+    assert lost.text.startswith("nodes or ranks of 2 nodes with 1, 1 devices were lost")
+    assert lost.figures["devices_lost"] == 1
+    assert moved.step == lost.figures["steps_kept"] == measured.segments[1].first_step
+    assert lost.step - moved.step < 2 * EVERY, "from the last checkpoint; one more may have been on its way to the disk"
+    assert [segment.devices for segment in measured.segments] == [2, 1]
+    assert grown.figures["gain_seconds"] > grown.figures["move_seconds"] > 0
+    assert grown.step % EVERY == 0
+    assert measured.first_step == grown.step == gone_on.step, "a move loses no step at all"
+    assert len(measured.ranks) == 3
+
+
+def test_a_mistake_of_the_users_ends_all_nodes(tmp_path: Path, store: TCPStore) -> None:
+    """At once, and each of them names it: it would come again."""
+    nodes = Nodes(tmp_path, store, steps=2, loss="tests.torchrun.node_rank:failing")
+    for each in [nodes.start(FIRST, 1, (2, 2)), nodes.start(SECOND, 1, (2, 2))]:
+        with pytest.raises(RunError, match=r"(?s)failed first:.*this loss has a mistake"):
+            each.result(WAIT_SECONDS)
+    assert not any("lost" in line for line in nodes.lines)
