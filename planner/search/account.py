@@ -16,14 +16,15 @@ from planner.cost import (
     StageLayers,
     choose,
     durations,
-    evaluate,
     held_units,
+    last_column,
     layout_costs,
     schedule_of,
+    stage_memory,
     tail_ticks,
     workload,
 )
-from planner.cost.step import by_rank
+from planner.cost.step import Played, by_rank
 from planner.schedule import Durations, Schedule
 from planner.spec.calibration import Constants
 from planner.spec.cluster import Cluster
@@ -146,13 +147,13 @@ def account(
     costs = layout_costs(work, forecast.layout)
     order = {layer.name: index for index, layer in enumerate(profile.layers)}
     stage_map = [[(order[layer.name], layer.recompute) for layer in stage.layers] for stage in forecast.stages]
-    return _account(costs, choose(costs, stage_map), forecast)
+    return _account(last_column(costs, schedule_of(costs), choose(costs, stage_map)))
 
 
-def _account(costs: LayoutCosts, stages: Sequence[StageLayers], forecast: Forecast) -> Account:
-    schedule, spent = schedule_of(costs), durations(costs, stages)
-    held = held_units(costs, stages, schedule)
-    step = evaluate(costs, schedule, stages)
+def _account(played: Played) -> Account:
+    """Where replicas differ, of those that end last."""
+    costs, schedule, stages, step = played.costs, played.schedule, played.stages, played.step
+    spent, held = durations(costs, stages), held_units(costs, stages, schedule)
     tails = tail_ticks(costs, by_rank(schedule, stages))
     ends = [int(end) for end in step.simulation.end_seconds]
     return Account(
@@ -166,7 +167,7 @@ def _account(costs: LayoutCosts, stages: Sequence[StageLayers], forecast: Foreca
         ),
         ranks=tuple(
             _rank(costs, stages, schedule, spent, memory, held[rank], ends[rank], tails[rank])
-            for rank, memory in enumerate(forecast.prediction.memory)
+            for rank, memory in enumerate(stage_memory(costs, stages, held))
         ),
     )
 
@@ -206,7 +207,7 @@ def _rank(
     held = schedule.stages_of(rank)
     layers = [cost for stage in held for _, cost in stages[stage]]
     work = costs.micro_batches * int(sum(_worked(spent, stage) for stage in held))
-    reduction = costs.reduction_latency_ticks + sum(cost.reduction_ticks for cost in layers)
+    reduction = _reduction_ticks(costs.on_rank(rank), layers, {layer for stage in held for layer, _ in stages[stage]})
     shared = _shared_ticks(costs, by_rank(schedule, stages), rank)
     saved = sum(count * sum(cost.activation_bytes for _, cost in stages[stage]) for stage, count in units.items())
     return RankAccount(
@@ -223,12 +224,18 @@ def _rank(
         optimizer_bytes=memory.optimizer_bytes,
         saved_bytes=saved,
         buffers_bytes=memory.activations_bytes - saved,
-        temporary_bytes=memory.temporary_bytes - costs.gathered_bytes,
-        gathered_bytes=costs.gathered_bytes,
+        temporary_bytes=memory.temporary_bytes - costs.on_rank(rank).gathered_bytes,
+        gathered_bytes=costs.on_rank(rank).gathered_bytes,
         reserved_bytes=memory.reserved_bytes,
         peak_bytes=memory.peak_bytes,
         capacity_bytes=memory.capacity_bytes,
     )
+
+
+def _reduction_ticks(costs: LayoutCosts, layers: Sequence[LayerCost], held: set[int]) -> int:
+    """Of the rank's gradients, those that several of its layers share once: equation (S3)."""
+    spared = sum(max(0, len(held & set(shared.layers)) - 1) * shared.reduction_ticks for shared in costs.shared)
+    return costs.reduction_latency_ticks + sum(cost.reduction_ticks for cost in layers) - spared
 
 
 def _worked(spent: Durations, stage: int) -> float:
@@ -242,7 +249,7 @@ def _shared_ticks(costs: LayoutCosts, ranks: Sequence[StageLayers], rank: int) -
     holders = [{layer for layer, _ in layers} for layers in ranks]
     return sum(
         shared.exchange_ticks
-        for shared in costs.shared
+        for shared in costs.on_rank(rank).shared
         if holders[rank] & set(shared.layers) and sum(bool(held & set(shared.layers)) for held in holders) > 1
     )
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from planner.cost import TICK_SECONDS, choose, held_units, stage_memory, workload
+from planner.cost import TICK_SECONDS, choose, rank_memory, workload
 from planner.search.explain import with_recompute
 from planner.search.inside import NO_LIMIT
 from planner.search.parts import Part, parts_of, token_price
@@ -91,8 +91,12 @@ def _of_part(
 def _with_share(profile: ModelProfile, part: Part, job: Job, share: float) -> Job:
     """The job that may use a share of the memory that it might."""
     work = workload(profile, part.cluster, job)
-    kept = work.device.memory_bytes - int(share * work.capacity_bytes)
-    return job.model_copy(update={"memory_headroom": float(kept)}) if share < 1 else job
+    kept = float(work.device.memory_bytes - int(share * work.capacity_bytes))
+    if work.groups:  # a fraction means the same on every kind of device; bytes are held to the smallest
+        least = min(group.device.memory_bytes for group in work.groups)
+        headroom = job.memory_headroom if job.memory_headroom < 1 else job.memory_headroom / least
+        kept = 1 - share * (1 - headroom)
+    return job.model_copy(update={"memory_headroom": kept}) if share < 1 else job
 
 
 def _fastest(
@@ -109,8 +113,7 @@ def _fastest(
 
 
 def _point(found: Candidate, part: Part, job: Job) -> ParetoPoint:
-    stages = choose(found.costs, found.stage_map)
-    memory = stage_memory(found.costs, stages, held_units(found.costs, stages, found.schedule))
+    memory = rank_memory(found.costs, found.schedule, choose(found.costs, found.stage_map))
     seconds = found.ticks * TICK_SECONDS
     return ParetoPoint(
         devices=part.devices,

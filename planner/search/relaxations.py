@@ -149,9 +149,10 @@ def _memory_changes(work: Workload) -> Iterator[_Change]:
 
 
 def _with_memory(work: Workload, extra_bytes: int, words: str) -> _Change:
-    """Devices with so much more that the job may use."""
+    """Devices with so much more that the job may use; of several kinds, each with so much more."""
     kept = work.device.memory_bytes - work.capacity_bytes
-    job = work.job.model_copy(update={"memory_headroom": float(kept) if kept >= 1 else 0.0})
+    unchanged = {} if work.groups else {"memory_headroom": float(kept) if kept >= 1 else 0.0}
+    job = work.job.model_copy(update=unchanged)
     groups = []
     for group in work.cluster.node_groups:
         device = find_device(group.device)

@@ -140,7 +140,7 @@ def _with_links(cluster: Cluster, bandwidth: tuple[float, float], latency: float
     """Links inside and between the nodes with so many times their bandwidth and latency."""
     groups = []
     for group in cluster.node_groups:
-        intra, inter = links_of(group)
+        intra, inter = links_of(group, is_alone=len(cluster.node_groups) == 1)
         changed = {
             "intra_node": _scaled(intra, bandwidth[0], latency),
             "inter_node": _scaled(inter, bandwidth[1], latency) if inter else None,
@@ -165,7 +165,7 @@ def _error_bars(best: Candidate) -> tuple[_ErrorBar, ...]:
     intra, inter = work.intra_node, work.inter_node
     if work.devices_per_node > 1:
         bars.append(_ErrorBar("intra_node_bandwidth", *_link_error(intra, BANDWIDTH_UNCERTAINTY)))
-    if inter is not None and work.nodes > 1:
+    if inter is not None and (work.nodes > 1 or work.groups):
         bars.append(_ErrorBar("inter_node_bandwidth", *_link_error(inter, BANDWIDTH_UNCERTAINTY)))
     if work.devices > 1:
         bars.append(_ErrorBar("latency_seconds", *_link_error(inter or intra, LATENCY_UNCERTAINTY)))
