@@ -265,7 +265,7 @@ def _zero_shards(
         for index, (held, stage) in stages.items()
         for layer in layers_of(cut, index, stage, range(held.start, held.stop), held.recompute)
     ]
-    return ZeroShards(plan.layout.zero_stage, mesh.summed_group, layers, apart)
+    return ZeroShards(plan.layout.zero_stage, mesh.sharers, layers, apart)
 
 
 def _held(parameters: Iterable[nn.Parameter], shards: ZeroShards | None) -> Iterator[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Flat shards: parameters one after the other in one tensor, cut into equal parts, one per data-parallel rank.
+"""Flat shards: parameters one after the other in one tensor, cut into equal parts, one per rank of a group.
 
 Of n elements on r ranks every rank holds ceil(n / r), whatever the shapes: what the cost model promises (M1), and as
 DeepSpeed and FSDP's first version do (Rajbhandari et al. 2020, "ZeRO", section 5; Zhao et al. 2023, "PyTorch FSDP",
@@ -53,12 +53,19 @@ class Unit:
 
     Args:
         named: all of one type, all trained or none.
-        group: the replicas.
+        group: the ranks that share them out.
         stage: whose backward fills the gradients; None: several stages'.
+        copies: ranks of other such groups that keep the same part; None: there is one group.
     """
 
-    def __init__(self, named: Mapping[str, nn.Parameter], group: dist.ProcessGroup, stage: int | None) -> None:
-        self.group, self.stage = group, stage
+    def __init__(
+        self,
+        named: Mapping[str, nn.Parameter],
+        group: dist.ProcessGroup,
+        stage: int | None,
+        copies: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.group, self.stage, self._copies = group, stage, copies
         self.spans: list[Span] = []
         end = 0
         for name, parameter in named.items():
@@ -147,6 +154,13 @@ class Unit:
                 self._view(taken, span).copy_(local(_as_placed(gradient, span.parameter)))
                 span.parameter.grad = None
         return taken
+
+    def sum_copies(self) -> dist.Work | None:
+        """Add up this rank's part of the gradient over the groups that share it out; nothing where there is one."""
+        if self._copies is None:
+            return None
+        work: dist.Work = dist.all_reduce(self.gradient, group=self._copies, async_op=True)
+        return work
 
     def _mine(self, full: torch.Tensor) -> torch.Tensor:
         return full[self.first : self.first + self.shard_elements]

@@ -74,7 +74,7 @@ def total_norm(
     A collective call, the same answer on all ranks.
 
     Args:
-        shards: of which the parameters are pieces, so that replicas add up too.
+        shards: of which the parameters are pieces, so that the ranks that share them out add up too.
     """
     owners: Mapping[int, torch.Tensor] = {} if shards is None else shards.owners()
     found = {id(parameter): parameter for parameter in parameters if parameter.grad is not None}
@@ -86,9 +86,9 @@ def total_norm(
             place = 2 if mesh.holds_experts(owner) else 0 if is_split(owner) else 1
             squares[place] += local(parameter.grad).double().square().sum()
     if shards is not None:
-        dist.all_reduce(squares[:2], group=mesh.data_group)
+        dist.all_reduce(squares[:2], group=mesh.shard_group)
         if mesh.experts is not None:
-            dist.all_reduce(squares[2:], group=mesh.experts["edp"].get_group())
+            dist.all_reduce(squares[2:], group=mesh.expert_shard_group)
     dist.all_reduce(squares[:1], group=mesh.tensor_group)
     if mesh.expert_mesh is not None:
         dist.all_reduce(squares[2:], group=mesh.expert_mesh.get_group())

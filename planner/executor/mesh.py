@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from planner.executor.support import Grid
+
+
+class Sharers(NamedTuple):
+    """Who shares out the states of a parameter."""
+
+    group: dist.ProcessGroup
+    """The ranks that do, each a part."""
+    copies: dist.ProcessGroup | None = None
+    """Ranks of other such groups that keep the same part; None: there is one group."""
+
+
+class Hybrid(NamedTuple):
+    """One-dimensional meshes of the data and context axis where several groups of ranks share out ZeRO's states."""
+
+    copies: DeviceMesh
+    """Ranks that keep the same part, one of every group."""
+    shard: DeviceMesh
+    """Ranks of one group."""
+    expert_shard: DeviceMesh
+    """Those of them that hold the same experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +48,8 @@ class Mesh:
     grid: Grid
     experts: DeviceMesh | None = None
     """Data and context axis as ``edp``, ranks that hold the same experts, times ``ep``, ranks that share them out."""
+    hybrid: Hybrid | None = None
+    """None: all data- and context-parallel ranks share out ZeRO's states."""
 
     @property
     def expert_mesh(self) -> DeviceMesh | None:
@@ -48,11 +71,22 @@ class Mesh:
         other pieces of the same samples."""
         return self.summed.get_group()
 
-    def summed_group(self, tensor: torch.Tensor) -> dist.ProcessGroup:
-        """Ranks that hold this very parameter too and sum its gradient: for experts, fewer than for all else."""
-        if self.experts is not None and self.holds_experts(tensor):
-            return self.experts["edp"].get_group()
-        return self.data_group
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """Ranks that share out ZeRO's states with this one."""
+        return self.data_group if self.hybrid is None else self.hybrid.shard.get_group()
+
+    @property
+    def expert_shard_group(self) -> dist.ProcessGroup:
+        """Those of them that hold the same experts."""
+        if self.experts is None:
+            return self.shard_group
+        return (self.experts["edp"] if self.hybrid is None else self.hybrid.expert_shard).get_group()
+
+    def sharers(self, tensor: torch.Tensor) -> Sharers:
+        """Who shares out the states of a parameter: of experts, fewer ranks than of all else."""
+        copies = None if self.hybrid is None else self.hybrid.copies.get_group()
+        return Sharers(self.expert_shard_group if self.holds_experts(tensor) else self.shard_group, copies)
 
     @property
     def context_group(self) -> dist.ProcessGroup:
@@ -77,7 +111,8 @@ def build_mesh(grid: Grid, device_type: str) -> Mesh:
     summed = device_mesh["dp", "cp"]._flatten("dp_cp") if grid.context > 1 else device_mesh["dp"]
     pipeline, data, context, tensor = device_mesh.get_coordinate() or (0, 0, 0, 0)
     experts = _expert_mesh(grid, ranks, device_type)
-    return Mesh(device_mesh, dist.get_rank(), pipeline, data, context, tensor, summed, grid, experts)
+    hybrid = _hybrid_mesh(grid, ranks, device_type)
+    return Mesh(device_mesh, dist.get_rank(), pipeline, data, context, tensor, summed, grid, experts, hybrid)
 
 
 def _expert_mesh(grid: Grid, ranks: torch.Tensor, device_type: str) -> DeviceMesh | None:
@@ -85,3 +120,13 @@ def _expert_mesh(grid: Grid, ranks: torch.Tensor, device_type: str) -> DeviceMes
         return None
     names = ("pp", "edp", "ep", "tp")
     return DeviceMesh(device_type, ranks.reshape(grid.pipeline, -1, grid.expert, grid.tensor), mesh_dim_names=names)
+
+
+def _hybrid_mesh(grid: Grid, ranks: torch.Tensor, device_type: str) -> Hybrid | None:
+    if grid.shards is None:
+        return None
+    names = ("pp", "dp_replicate", "edp_shard", "ep", "tp")
+    shape = (grid.pipeline, -1, grid.shards // grid.expert, grid.expert, grid.tensor)
+    mesh = DeviceMesh(device_type, ranks.reshape(shape), mesh_dim_names=names)
+    shard = mesh["edp_shard", "ep"]._flatten("dp_shard") if grid.expert > 1 else mesh["edp_shard"]
+    return Hybrid(mesh["dp_replicate"], shard, mesh["edp_shard"])

@@ -34,6 +34,8 @@ class Grid:
     """Global rank at ``ranks[pipeline][data][context][tensor]``."""
     expert: int = 1
     """Neighbours among the data- and context-parallel ranks that share out the experts."""
+    shards: int | None = None
+    """Neighbours likewise that share out ZeRO's states; None: all of them do."""
 
     @property
     def size(self) -> int:
@@ -109,7 +111,8 @@ def grid_of(plan: Plan) -> Grid:
         tuple(tuple(tuple(placed[p, d, c, t] for t in range(tensor)) for c in range(context)) for d in range(data))
         for p in range(pipeline)
     )
-    return Grid(pipeline, data, context, tensor, ranks, layout.expert_parallel_degree)
+    shards = layout.zero_shard_degree if layout.zero_stage else None
+    return Grid(pipeline, data, context, tensor, ranks, layout.expert_parallel_degree, shards)
 
 
 def _coordinate(row: RankPlacement) -> tuple[int, int, int, int]:
@@ -292,8 +295,9 @@ def _check_pieces(plan: Plan) -> None:
 
 
 def _check_experts(plan: Plan) -> None:
-    """Groups that share out the experts fill the data- and context-parallel ranks."""
+    """Groups that share out the experts, or ZeRO's states, fill the data- and context-parallel ranks."""
     layout = plan.layout
+    layout.check_shards()
     replicas, degree = layout.data_parallel_degree * layout.context_parallel_degree, layout.expert_parallel_degree
     if replicas % degree:
         raise LayoutError(

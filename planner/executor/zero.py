@@ -5,9 +5,12 @@
     stage 2    gradients are reduce-scattered layer by layer in the backward of every micro-batch; a rank keeps its part
     stage 3    likewise; and of the parameters too a rank keeps its part. A layer's are gathered before it runs, and
                again before its backward reads them; those of the two layers that were read last are held
+    hybrid     any of them within a group of replicas, of which there are several: each rank adds its part of the
+               gradients to those of the other groups, by an all-reduce, once in a step and as soon as it is whole
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", sections 5 and
-7; the memory is that of the cost model, (M1) and (M3).
+7; hybrid sharding: Zhang et al. 2022, "MiCS: Near-linear Scaling for Training Gigantic Model on Public Cloud", sections
+3.2 and 3.4. The memory is that of the cost model, (M1) and (M3).
 
 torch's own FSDP2 is not used: in a pipeline it keeps parameters and gradients of a whole stage until the step's end,
 it has no stage 1, and its hooks do not see a backward that is split into input and weight gradients. Here it is
@@ -29,6 +32,7 @@ import torch.distributed as dist
 from torch import nn
 
 from planner.executor.flat import Unit, reduce_scatter
+from planner.executor.mesh import Sharers
 from planner.executor.sharding import local
 from planner.executor.stored_pieces import StoredPiece
 from profiler.cut import LayerCut, Recompute
@@ -55,7 +59,7 @@ class ZeroShards:
 
     Args:
         level: ZeRO stage, 1 to 3.
-        group_of: the ranks that a parameter's gradient is summed over, and its states are shared out among.
+        sharers_of: the ranks that a parameter's states are shared out among, and the other groups of such ranks.
         layers: of all stages of the rank, in order.
         apart: by id of a parameter, who its only neighbours are: pieces must be the same on ranks that hold other
             shards, or other layers.
@@ -64,11 +68,11 @@ class ZeroShards:
     def __init__(
         self,
         level: int,
-        group_of: Callable[[nn.Parameter], dist.ProcessGroup],
+        sharers_of: Callable[[nn.Parameter], Sharers],
         layers: Sequence[LayerParameters],
         apart: Mapping[int, str],
     ) -> None:
-        held = _units(layers, group_of, apart)
+        held = _units(layers, sharers_of, apart)
         self._level = level
         self._units = tuple(dict.fromkeys(held.values()))
         self._pieces = {piece.span.name: piece for unit in self._units if unit.is_trained for piece in unit.pieces()}
@@ -267,7 +271,7 @@ class _Saved:
 
 
 class _Scattered:
-    """Reduce-scatters gradients, at most one unit's at a time in the background.
+    """Reduce-scatters gradients, at most one unit's at a time in the background; whole sums, then over the copies.
 
     Args:
         at_once: once per step, else in every backward.
@@ -282,7 +286,9 @@ class _Scattered:
         self._shared = [unit for unit in trained[::-1] if unit.stage is None]
         self._sent: dict[int, int] = dict.fromkeys(self._queues, 0)
         # The whole gradient too: it must live until the collective has read it.
-        self._pending: tuple[Unit, torch.Tensor, torch.Tensor, dist.Work] | None = None
+        self._pending: tuple[Unit, torch.Tensor, torch.Tensor, dist.Work, bool] | None = None
+        self._summing: dict[Unit, dist.Work | None] = {}
+        """Units whose sum over the group is whole, and is being added to those of other groups."""
         self.armed: set[int] = set()
         """Stages whose backward at hand is their last one in the step."""
 
@@ -322,6 +328,12 @@ class _Scattered:
             for unit in self._shared:
                 self._send(unit)
         self._settle()
+        for unit in self._units:
+            self._sum_copies(unit)
+        for work in self._summing.values():
+            if work is not None:
+                work.wait()
+        self._summing.clear()
 
     def _reset(self, stage: int) -> None:
         self._sent[stage] = 0
@@ -341,23 +353,29 @@ class _Scattered:
             mine, whole = torch.empty_like(unit.gradient), unit.take_gradients()
         self._settle()
         work = reduce_scatter(mine, whole, group=unit.group, async_op=True)
-        self._pending = (unit, mine, whole, work)
+        self._pending = (unit, mine, whole, work, self._at_once or unit.stage in self.armed)
 
     @torch.no_grad()
     def _settle(self) -> None:
         """Wait for what is under way."""
         if self._pending is None:
             return
-        unit, mine, _, work = self._pending
+        unit, mine, _, work, is_last = self._pending
         self._pending = None
         work.wait()
         if unit.full_gradient is None:
             unit.gradient += mine
+        if is_last:
+            self._sum_copies(unit)
+
+    def _sum_copies(self, unit: Unit) -> None:
+        if unit not in self._summing:
+            self._summing[unit] = unit.sum_copies()
 
 
 def _units(
     layers: Sequence[LayerParameters],
-    group_of: Callable[[nn.Parameter], dist.ProcessGroup],
+    sharers_of: Callable[[nn.Parameter], Sharers],
     apart: Mapping[int, str],
 ) -> dict[int, Unit]:
     """The unit of every parameter, by id: one per layer and kind."""
@@ -372,11 +390,12 @@ def _units(
             if id(parameter) not in found:
                 # All floating-point types are cast to one.
                 dtype = parameter.is_floating_point() or parameter.dtype
-                kind = (apart.get(id(parameter)), parameter.requires_grad, dtype, group_of(parameter))
+                kind = (apart.get(id(parameter)), parameter.requires_grad, dtype, sharers_of(parameter))
                 kinds.setdefault(kind, {})[name] = parameter
         for named in kinds.values():
             holders = set().union(*(stages[id(parameter)] for parameter in named.values()))
-            unit = Unit(named, group_of(next(iter(named.values()))), holders.pop() if len(holders) == 1 else None)
+            group, copies = sharers_of(next(iter(named.values())))
+            unit = Unit(named, group, holders.pop() if len(holders) == 1 else None, copies)
             found |= dict.fromkeys(map(id, named.values()), unit)
     return found
 

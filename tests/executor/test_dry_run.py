@@ -113,9 +113,13 @@ def test_refusals(tmp_path: Path) -> None:
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("split", [{"pipeline_parallel_degree": 2}, {"expert_parallel_degree": 2}])
+@pytest.mark.parametrize(
+    "split", [{"pipeline_parallel_degree": 2}, {"expert_parallel_degree": 2}, {"zero_shard_degree": 2}]
+)
 def test_zero_leaves_what_the_cost_model_promises(split: dict[str, int], tmp_path: Path) -> None:
-    """Two replicas of two stages, and four replicas that share out experts: parts of all that each rank would hold."""
+    """Two replicas of two stages, and four replicas that share out experts, or share states out by twos: parts of all
+    that each rank would hold.
+    """
     model = "mixtral" if "expert_parallel_degree" in split else "gpt2"
     source = source_of(model, tmp_path)
     degrees = (1, 2) if model == "mixtral" else (1,)
@@ -131,7 +135,7 @@ def test_zero_leaves_what_the_cost_model_promises(split: dict[str, int], tmp_pat
             zero_stage=zero_stage,
             micro_batch_size=1,
             schedule="1f1b",
-            **split,
+            **{field: value for field, value in split.items() if zero_stage or field != "zero_shard_degree"},
         )
         plan = plan_layout(make_request(profile, cluster, job), profile, layout)
         assert isinstance(plan, Plan)

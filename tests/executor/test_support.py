@@ -81,10 +81,12 @@ def test_what_is_not_carried_out_is_refused(change: dict[str, Any], options: dic
         ({"sequence_parallel": True, "tensor": 2, "sequence_length": 15}, "layout.sequence_parallel"),
         ({"expert": 2}, "layout.expert_parallel_degree"),
         ({"expert": 2, "data": 3}, "layout.expert_parallel_degree"),
+        ({"shards": 2, "data": 4}, "layout.zero_shard_degree"),
+        ({"shards": 4, "data": 6, "zero": 1}, "layout.zero_shard_degree"),
     ],
 )
 def test_groups_that_do_not_fit_are_refused(options: dict[str, Any], field: str) -> None:
-    """Tokens need a tensor-parallel group that divides them, experts replicas that make up whole groups."""
+    """Tokens need a tensor-parallel group that divides them, experts and ZeRO replicas that make up whole groups."""
     with pytest.raises(LayoutError) as caught:
         check_plan(make_plan(LAYERS, **options))
     assert caught.value.problems[0].field == field

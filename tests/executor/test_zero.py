@@ -13,6 +13,7 @@ from torch.distributed import HashStore
 
 from planner.executor import zero
 from planner.executor.flat import Unit
+from planner.executor.mesh import Sharers
 from planner.executor.zero import LayerParameters, ZeroShards
 from profiler.recompute import recompute
 
@@ -40,7 +41,7 @@ def _sharded(
         LayerParameters(0, (layer,), dict(layer.named_parameters(f"{index}")), index in recomputed)
         for index, layer in enumerate(model)
     ]
-    shards = ZeroShards(level, lambda _: group, layers, {})
+    shards = ZeroShards(level, lambda _: Sharers(group), layers, {})
     shards.bind()
     return shards
 

@@ -27,6 +27,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2-tp2": {"sizes": (2, 4), "tensor": 2, "micro_batches": 4},
     "dp4": {"sizes": (6,), "data": 4, "micro_batches": 1},
     "dp4-zero3": {"sizes": (6,), "data": 4, "micro_batches": 1, "zero": 3},
+    "dp4-shards2-zero3": {"sizes": (6,), "data": 4, "micro_batches": 1, "zero": 3, "shards": 2},
+    "dp4-shards2-zero1": {"sizes": (6,), "data": 4, "micro_batches": 1, "zero": 1, "shards": 2},
     "pp2-dp2-zero1": {"sizes": (3, 3), "data": 2, "shares": (3, 1), "zero": 1, "rank_order": "tp-cp-pp-dp"},
     "tp2-dp2-zero3": {"sizes": (6,), "tensor": 2, "data": 2, "micro_batches": 2, "zero": 3},
 }
@@ -104,13 +106,15 @@ def other_layouts(folder: Path) -> dict[str, Any]:
 
 
 def sharded(folder: Path) -> dict[str, Any]:
-    """6 steps without ZeRO; 2 each in ZeRO 3, in another split with ZeRO 1, where replicas have uneven shares and ranks
-    another order, and in ZeRO 3 beside tensor parallelism. With master copies in bf16, in ZeRO 3: 4 steps, and 2 + 2.
+    """6 steps without ZeRO; 2 each in ZeRO 3 by groups of ranks, and in another split with ZeRO 1, where replicas have
+    uneven shares and ranks another order; 1 each in ZeRO 3 beside tensor parallelism, and in ZeRO 1 by groups. With
+    master copies in bf16, in ZeRO 3: 4 steps, and 2 + 2.
     """
     runs = Runs("tied-llama", folder)
     straight, _ = runs.train(LAYOUTS["dp4"], 6)
     losses: list[float] = []
-    for steps, name in ((2, "dp4-zero3"), (4, "pp2-dp2-zero1"), (6, "tp2-dp2-zero3")):
+    several = {2: "dp4-shards2-zero3", 4: "pp2-dp2-zero1", 5: "tp2-dp2-zero3", 6: "dp4-shards2-zero1"}
+    for steps, name in several.items():
         measured, _ = runs.train(LAYOUTS[name], steps, runs.policy("kept", resume=bool(losses)))
         losses += measured.losses
     zero3 = {**LAYOUTS["dp4-zero3"], "precision": "bf16-mixed"}

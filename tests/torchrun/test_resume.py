@@ -56,7 +56,7 @@ def test_another_layout_goes_on_with_the_losses(results: dict[str, Any]) -> None
 
 
 def test_shards_of_replicas_move_between_layouts(results: dict[str, Any]) -> None:
-    """ZeRO 3 on replicas, ZeRO 1 in stages with uneven shares, ZeRO 3 beside shards: one training through all."""
+    """Hybrid ZeRO 3, ZeRO 1 in stages with uneven shares, ZeRO 3 beside shards, hybrid ZeRO 1: one training."""
     runs = results["sharded"]
     assert runs["losses"] == pytest.approx(runs["straight"], abs=TOLERANCE)
     assert runs["straight"][2] - runs["straight"][-1] > 100 * TOLERANCE, "it does train"

@@ -32,7 +32,7 @@ CASES = {
     "dp2-tp2-zero1": Case("qwen3", (6,), {**SHARDS, "zero": 1}, clip=0.5, **SHORT),
     "dp2-tp2-zero3": Case("tied-llama", (6,), {**SHARDS, "zero": 3}, clip=0.5, **SHORT),
     "dp2-tp2-sp-zero3": Case("qwen3", (6,), {**SHARDS, "zero": 3, "sequence_parallel": True}, clip=0.5, **SHORT),
-    "dp2-cp2-zero2": Case("llama", (6,), {"data": 2, "context": 2, "micro_batches": 2, "zero": 2}, **SHORT),
+    "dp2-cp2-zero2": Case("llama", (6,), {**STEEP, "data": 2, "context": 2, "micro_batches": 2, "zero": 2}, **QUICK),
     "dp4-ep2-zero1": Case("mixtral", (6,), {**REPLICAS, "expert": 2, "zero": 1}, clip=0.5, **FAST),
     "dp4-ep2-zero3": Case(
         "qwen3-moe", (6,), {**REPLICAS, **STEEP, "expert": 2, "zero": 3, "recompute": {1: "full"}}, clip=0.5, **QUICK
@@ -42,6 +42,18 @@ CASES = {
     ),
     "dp2-chunks-zero3": Case(
         "llama", (3, 3), {**SHARDS, "tensor": 1, "chunks": 2, "schedule": "seqpipe", "zero": 3}, clip=0.5, **SHORT
+    ),
+    # Hybrid sharding: two groups of two ranks.
+    "dp4-shards2-zero1": Case("llama", (6,), {**REPLICAS, "zero": 1, "shards": 2}, clip=0.5, **SHORT),
+    "dp4-shards2-zero2": Case("gpt2", (6,), {**REPLICAS, "zero": 2, "shards": 2}, clip=0.5, **SHORT),
+    "dp4-shards2-zero3": Case(
+        "tied-llama", (6,), {**REPLICAS, "zero": 3, "shards": 2, "recompute": {2: "full"}}, clip=0.5, **SHORT
+    ),
+    "dp2-cp2-shards2-zero3": Case(
+        "llama", (6,), {**STEEP, "data": 2, "context": 2, "micro_batches": 2, "zero": 3, "shards": 2}, **QUICK
+    ),
+    "dp4-ep2-shards2-zero2": Case(
+        "mixtral", (6,), {**REPLICAS, "expert": 2, "zero": 2, "shards": 2}, clip=0.5, **SHORT
     ),
     # An encoder's output that every decoder layer reads; layers that are one module, or have no parameters.
     "dp2-pp2-t5-zero3": Case("t5", (5, 2), {**STAGES, "micro_batch_size": 2, "zero": 3}, clip=0.5, **SHORT),
@@ -61,6 +73,7 @@ CASES = {
     ),
     # One step of plain SGD with rate 1 moves every parameter by its gradient.
     "gradients-zero2": Case("gpt2", (3, 3), {**STAGES, **SGD, "zero": 2}, clip=0.5, **ONE_STEP),
+    "gradients-shards2-zero2": Case("gpt2", (6,), {**REPLICAS, **SGD, "zero": 2, "shards": 2}, clip=0.5, **ONE_STEP),
     "gradients-zero3": Case("gpt2", (1, 2, 2, 1), {**STAGES, **SGD, **IN_A_V, "zero": 3}, clip=0.5, **ONE_STEP),
 }
 HALF = {
