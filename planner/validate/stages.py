@@ -68,6 +68,7 @@ def check_differences(plan: Plan, facts: Facts, findings: Findings) -> None:
             findings.wrong("layout.schedule", f"{layout.schedule} does not run on {where}, only gpipe and 1f1b.")
         findings.equal(f"layout.virtual_stages_per_rank on {where}", layout.virtual_stages_per_rank, 1)
         findings.equal(f"layout.sequence_chunks on {where}", layout.sequence_chunks, 1)
+        findings.equal(f"layout.zero_shard_degree on {where}", layout.zero_shard_degree, None)
     if columns > 1:
         if layout.zero_stage > 1:
             findings.wrong("layout.zero_stage", f"ZeRO {layout.zero_stage} does not run on {where}, only 0 and 1.")

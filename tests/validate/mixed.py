@@ -23,15 +23,22 @@ FORWARD_FLOPS = 10**11
 
 def counted(layers: int = 4, shared: Sequence[tuple[tuple[int, ...], int]] = (), **costs: Any) -> ModelProfile:
     """Equal layers whose FLOPs are counted, and no seconds measured."""
-    measured = profile(draft_layer(flops=FORWARD_FLOPS, optimizer=None, **costs) * layers, shared=shared)
-    rows = [tuple(map(_counted, one.measurements)) for one in measured.layers]
-    parts = [one.model_copy(update={"measurements": some}) for one, some in zip(measured.layers, rows, strict=True)]
-    return measured.model_copy(update={"device": "counted", "layers": tuple(parts)})
+    return as_counted(profile(draft_layer(flops=FORWARD_FLOPS, optimizer=None, **costs) * layers, shared=shared))
+
+
+def as_counted(measured: ModelProfile) -> ModelProfile:
+    """The same without seconds, for devices that differ."""
+    known = {id(one.measurements): tuple(map(_counted, one.measurements)) for one in measured.layers}
+    layers = [one.model_copy(update={"measurements": known[id(one.measurements)]}) for one in measured.layers]
+    return measured.model_copy(update={"device": "counted", "layers": tuple(layers)})
 
 
 def _counted(row: Measurement) -> Measurement:
-    names = ("forward", "backward_input", "backward_weight", "recompute")
+    names = ("forward", "backward_input", "backward_weight", "recompute", "optimizer")
     return row.model_copy(update={"source": "counted", **{f"{name}_seconds": None for name in names}})
+
+
+_INSIDE, _BETWEEN = link(), link(1e10)
 
 
 def group(
@@ -39,8 +46,8 @@ def group(
     *,
     nodes: int = 1,
     devices: int = 2,
-    intra: Link | None = None,
-    inter: Link | None = None,
+    intra: Link | None = _INSIDE,
+    inter: Link | None = _BETWEEN,
     **device_fields: Any,
 ) -> NodeGroup:
     """Nodes whose devices compute and move so many times slower than those of `tests.builders`."""
@@ -55,8 +62,8 @@ def group(
         device=device(**fields),
         nodes=nodes,
         devices_per_node=devices,
-        intra_node=intra or link(),
-        inter_node=inter or link(1e10),
+        intra_node=intra,
+        inter_node=inter,
     )
 
 

@@ -16,6 +16,7 @@ from planner.spec.document import parse
 from planner.validate import check
 from tests.builders import request
 from tests.validate.instances import Given, given_layouts
+from tests.validate.mixed_instances import mixed_layouts
 
 UNTOLD = {("search", "seconds"), *(("search", f"layouts_{what}") for what in ("considered", "pruned", "solved"))}
 """Numbers that tell how the search went, which only it knows."""
@@ -58,8 +59,15 @@ def changed(value: Any, step_seconds: float, up: bool) -> Any:
     return value * (1.001 if up else 0.999) or step_seconds / 1000
 
 
+@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(mixed_layouts())
+def test_plans_on_groups_that_differ_hold(instance: Given) -> None:
+    """Up to three node groups, both orders of the ranks, shares: every number is the recomputed one."""
+    assert check(planned(instance), instance.profile).problems == ()
+
+
 @settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(given_layouts(), st.data())
+@given(given_layouts() | mixed_layouts(), st.data())
 def test_no_number_can_be_changed(instance: Given, data: st.DataObject) -> None:
     """One number of a plan, drawn from all of them, is changed: the check finds it, or the plan cannot be read."""
     found = planned(instance)

@@ -1,0 +1,127 @@
+"""Requests and layouts on node groups that differ: what hypothesis draws to be planned, and checked."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import assume
+from hypothesis import strategies as st
+
+from planner.spec import Cluster, Layout, ModelProfile, NodeGroup
+from planner.spec.cluster import ScaleUp
+from planner.spec.layout import PredictionLayout
+from tests.builders import job, link
+from tests.validate.instances import Given, models
+from tests.validate.mixed import as_counted, devices_of, group, placed
+
+_FAST, _SLOW = 1.0e12 + 39, 1.0e7 + 19
+"""Bytes per second; primes, so that no rounding stands on its edge."""
+
+
+@st.composite
+def node_groups(draw: st.DrawFn, cell: int, *, alike: bool) -> tuple[NodeGroup, ...]:
+    """Up to three groups, whose devices are whole cells."""
+    found = []
+    for slower in draw(st.lists(st.sampled_from((1.0, 1.7, 3.1)), min_size=1, max_size=3)):
+        nodes, devices = draw(st.sampled_from([one for one in _SHAPES if one[0] * one[1] % cell == 0]))
+        domain = draw(st.sampled_from((None, 2, 8)))
+        speed = 1.0 if alike else slower
+        one = group(
+            speed,
+            nodes=nodes,
+            devices=devices,
+            intra=draw(st.none() | st.builds(link, st.sampled_from((_FAST, 1.0e8 + 7)), st.sampled_from((0.0, 1e-6)))),
+            inter=draw(st.none() | st.builds(link, st.sampled_from((1.0e10 + 19, _SLOW)), st.just(5e-6))),
+            peak_flops_per_second={"bf16": (1.0e9 + 7) / speed},
+            memory_bandwidth_bytes_per_second=(1.0e9 + 7) / speed,
+            host_bandwidth_bytes_per_second=1.0e9 + 21,
+            network_bandwidth_bytes_per_second=1.0e9 + 9,
+            memory_bytes=draw(st.sampled_from((10**10, 10**10 + 5000))),
+            allocation_overhead=draw(st.sampled_from((0.0, 0.07))),
+            reserved_bytes=draw(st.sampled_from((None, 1000))),
+            scale_up=domain
+            and ScaleUp(topology="switch", domain_devices=domain, bandwidth_bytes_per_second=1.0e11 + 3),
+        )
+        found.append(one)
+    return tuple(found)
+
+
+_SHAPES = ((1, 1), (1, 2), (2, 1), (1, 3), (1, 4), (2, 2), (3, 2), (2, 4))
+"""(nodes, devices of each)."""
+
+
+@st.composite
+def mixed_layouts(draw: st.DrawFn) -> Given:
+    """Documents and layout; every device has room for everything."""
+    tensor, context = draw(st.sampled_from(((1, 1), (1, 1), (2, 1), (1, 2), (2, 2))))
+    alike = draw(st.booleans())
+    groups = draw(node_groups(tensor * context, alike=alike))
+    cells = sum(one.nodes * one.devices_per_node for one in groups) // (tensor * context)
+    pipeline = draw(st.sampled_from([each for each in range(1, min(cells, 6) + 1) if cells % each == 0]))
+    data = cells // pipeline
+    shares = draw(st.none() | st.lists(st.integers(1, 4), min_size=data, max_size=data).map(tuple))
+    micro_batches = sum(shares) if shares else data * draw(st.integers(1, 4))
+    simple = Layout(
+        data_parallel_degree=data,
+        tensor_parallel_degree=tensor,
+        pipeline_parallel_degree=pipeline,
+        context_parallel_degree=context,
+        sequence_parallel=tensor > 1 and draw(st.booleans()),
+        micro_batch_size=draw(st.integers(1, 2)),
+        schedule=draw(st.sampled_from(("gpipe", "1f1b"))),
+        rank_order=draw(st.sampled_from(("tp-cp-dp-pp", "tp-cp-pp-dp"))),
+        micro_batch_shares=shares,
+        recompute=draw(st.sampled_from(("none", "selective", "full", "per-layer"))),
+    )
+    layout = draw(_sharded(simple, groups))
+    model = draw(models(layout))
+    step = job(
+        micro_batches * layout.micro_batch_size,
+        optimizer=draw(st.sampled_from(("sgd", "adam", "adafactor"))),
+        precision=draw(st.sampled_from(("bf16", "bf16-mixed"))),
+    )
+    cuts = st.sets(st.integers(1, len(model.layers) - 1), min_size=pipeline - 1, max_size=pipeline - 1)
+    counts = tuple(stop - start for start, stop in pairwise((0, *sorted(draw(cuts)), len(model.layers))))
+    profile = _of(model, groups, alike=alike)
+    assume(alike or any(row.forward_flops for one in profile.layers for row in one.measurements))
+    return Given(
+        profile, Cluster(node_groups=groups), step, PredictionLayout(**layout.model_dump(), layers_per_stage=counts)
+    )
+
+
+@st.composite
+def _sharded(draw: st.DrawFn, layout: Layout, groups: tuple[NodeGroup, ...]) -> Layout:
+    """With ZeRO and experts, as far as replicas that differ run them."""
+    replicas, differ = layout.data_parallel_degree * layout.context_parallel_degree, replicas_differ(layout, groups)
+    divisors = [each for each in range(1, replicas + 1) if replicas % each == 0]
+    expert = 1 if differ else draw(st.sampled_from(divisors))
+    zero = draw(st.sampled_from((0, 1) if differ else (0, 1, 2, 3)))
+    is_plain = zero and len(groups) == 1 and layout.micro_batch_shares is None
+    shards = [each for each in divisors[1:-1] if each % expert == 0] if is_plain else []
+    fields = {
+        "expert_parallel_degree": expert,
+        "zero_stage": zero,
+        "zero_shard_degree": draw(st.sampled_from((None, *shards))),
+    }
+    return Layout.model_validate(layout.model_dump() | fields)
+
+
+def replicas_differ(layout: Layout, groups: tuple[NodeGroup, ...]) -> bool:
+    """Have data-parallel ranks other shares or node groups than each other?"""
+    homes = [place for place, one in enumerate(groups) for _ in range(one.nodes * one.devices_per_node)]
+    rows = placed(layout, devices_of(groups))
+    kinds = {
+        (
+            layout.micro_batch_shares[replica] if layout.micro_batch_shares else 0,
+            tuple(homes[row.rank] for row in rows if row.data == replica),
+        )
+        for replica in range(layout.data_parallel_degree)
+    }
+    return len(kinds) > 1
+
+
+def _of(model: ModelProfile, groups: tuple[NodeGroup, ...], *, alike: bool) -> ModelProfile:
+    """Measured on the one device of all groups; counted, where they differ."""
+    device = groups[0].device
+    assert not isinstance(device, str)
+    return model.model_copy(update={"device": device.id}) if alike else as_counted(model)
