@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.cost.groups import groups_of
+from planner.cost.groups import Groups, groups_of
 from planner.cost.layers import LayoutCosts, priced
 from planner.cost.mixed import mixed_costs
 from planner.cost.workload import Workload
@@ -28,10 +28,27 @@ def layout_costs(work: Workload, layout: Layout) -> LayoutCosts:
         known: LayoutCosts = work.latest[key]
         return known.under(layout)
     layout.check_devices(work.devices)
-    found = priced(work, layout, groups_of(layout, work.domain_devices))
+    found = priced(work, layout, _groups(work, layout))
     if len(work.latest) >= _KEPT:
         work.latest.clear()
     work.latest[key] = found
+    return found
+
+
+def _groups(work: Workload, layout: Layout) -> Groups:
+    """The communicators; kept with the workload, since many layouts share their degrees."""
+    key = (
+        layout.data_parallel_degree,
+        layout.tensor_parallel_degree,
+        layout.pipeline_parallel_degree,
+        layout.context_parallel_degree,
+        layout.expert_parallel_degree,
+        layout.zero_shard_degree,
+        layout.rank_order,
+    )
+    if key not in work.communicators:
+        work.communicators[key] = groups_of(layout, work.domain_devices)
+    found: Groups = work.communicators[key]
     return found
 
 

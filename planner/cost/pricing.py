@@ -100,7 +100,9 @@ class _Spent:
     recompute: int
     forward_exchange: int
     backward_exchange: int
-    replayed_exchange: int
+    """Of the recomputation, too."""
+    with_exchange: tuple[int, int]
+    """All of forward, and of backward and recomputation."""
     activation_bytes: int
     temporary_bytes: int
 
@@ -117,6 +119,10 @@ class _Whole:
     """Of the parameters, as forward and backward take them."""
     update_seconds: float
     """Equation (T3)."""
+
+
+_Parts = tuple[tuple[int, Group], ...]
+"""Elements of a layer by the ranks that share them out, or sum their gradients."""
 
 
 class _Held(NamedTuple):
@@ -168,14 +174,14 @@ class LayerPricing:
     def costs(self, rows: dict[RecomputeMode, Measurement]) -> dict[RecomputeMode, LayerCost]:
         """In every mode, from least to most recomputation."""
         whole = self._whole()
-        held, gathers = self._held(whole), self._gathers(whole)
+        parts = self._parts(whole.count.elements)
+        held, gathers = self._held(whole, parts), self._gathers(parts)
         return {mode: self._cost(rows[mode], held, gathers) for mode in modes_of(rows)}
 
     def _cost(self, row: Measurement, held: _Held, gathers: tuple[int, int]) -> LayerCost:
-        spent, hides = self._spent(row), self._hides
-        backward_exchange = spent.backward_exchange + spent.replayed_exchange
-        in_forward = max(0, gathers[0] - int(hides * spent.forward)) if gathers[0] else 0
-        in_backward = max(0, gathers[1] - int(hides * (spent.backward + spent.recompute))) if gathers[1] else 0
+        spent = self._spent(row)
+        in_forward = self._exposed(gathers[0], spent.forward)
+        in_backward = self._exposed(gathers[1], spent.backward + spent.recompute)
         return LayerCost(
             *held,
             mode=row.recompute,
@@ -183,20 +189,20 @@ class LayerPricing:
             backward_compute_ticks=spent.backward,
             backward_weight_ticks=spent.backward_weight,
             recompute_ticks=spent.recompute,
-            communication_ticks=spent.forward_exchange + backward_exchange,
+            communication_ticks=spent.forward_exchange + spent.backward_exchange,
             gather_ticks=in_forward + in_backward,
-            forward_ticks=spent.forward + spent.forward_exchange + in_forward,
-            backward_ticks=spent.backward + spent.recompute + backward_exchange + in_backward,
+            forward_ticks=spent.with_exchange[0] + in_forward,
+            backward_ticks=spent.with_exchange[1] + in_backward,
             activation_bytes=spent.activation_bytes,
             temporary_bytes=spent.temporary_bytes,
             attention=self._attention(row, spent) if self.layout.sequence_chunks > 1 else NO_ATTENTION,
         )
 
-    def _held(self, whole: _Whole) -> _Held:
+    def _held(self, whole: _Whole, parts: _Parts) -> _Held:
         zero, plain = self.layout.zero_stage, self.plain
         return _Held(
-            optimizer_ticks=self._optimizer_ticks(whole),
-            reduction_ticks=self._reduction_ticks(whole),
+            optimizer_ticks=self._optimizer_ticks(whole, parts),
+            reduction_ticks=ticks(sum([self._reduction_seconds(elements, group) for elements, group in parts])),
             parameters=whole.count.elements,
             parameters_bytes=self._sharded(whole.parameters_bytes, whole, zero >= 3),
             gradients_bytes=self._sharded(whole.gradients_bytes, whole, zero >= 2),
@@ -233,17 +239,20 @@ class LayerPricing:
 
     def _measured(self, row: Measurement) -> _Spent:
         seconds = self._computation(row)
-        forward_exchange = self._exchange_ticks(self.plain, "forward")
         plain = seconds if row is self.plain else self._computation(self.plain)
-        weight = ticks(seconds.backward_weight_seconds)
+        forward, weight = ticks(plain.forward_seconds), ticks(seconds.backward_weight_seconds)
+        backward, recompute = ticks(seconds.backward_input_seconds) + weight, ticks(seconds.recompute_seconds)
+        forward_exchange = self._exchange_ticks(self.plain, "forward")
+        replayed = forward_exchange if row.recompute == "full" else 0
+        backward_exchange = self._exchange_ticks(row, "backward") + replayed
         return _Spent(
-            forward=ticks(plain.forward_seconds),
-            backward=ticks(seconds.backward_input_seconds) + weight,
+            forward=forward,
+            backward=backward,
             backward_weight=weight,
-            recompute=ticks(seconds.recompute_seconds),
+            recompute=recompute,
             forward_exchange=forward_exchange,
-            backward_exchange=self._exchange_ticks(row, "backward"),
-            replayed_exchange=forward_exchange if row.recompute == "full" else 0,
+            backward_exchange=backward_exchange,
+            with_exchange=(forward + forward_exchange, backward + recompute + backward_exchange),
             activation_bytes=self._allocated(row.activation_bytes),
             temporary_bytes=self._allocated(row.temporary_bytes),
         )
@@ -287,7 +296,7 @@ class LayerPricing:
             )
         )
 
-    def _parts(self, parameters: int) -> tuple[tuple[int, Group], ...]:
+    def _parts(self, parameters: int) -> _Parts:
         """Elements by the ranks that share them out, or sum their gradients: experts, and all others."""
         experts, groups = self.plain.local_expert_parameters, self.groups
         sharing = (groups.shard, groups.expert_shard) if self.layout.zero_stage else (groups.data, groups.expert_data)
@@ -296,11 +305,11 @@ class LayerPricing:
         both = zip((parameters - experts, experts), sharing, strict=True)
         return tuple(part for part in both if part[0])
 
-    def _optimizer_ticks(self, whole: _Whole) -> int:
+    def _optimizer_ticks(self, whole: _Whole, parts: _Parts) -> int:
         seconds, elements = whole.update_seconds, whole.count.elements
         if not (self.layout.zero_stage and self.plain.local_expert_parameters):
             return ticks(seconds / (self.groups.shard.ranks if self.layout.zero_stage else 1))
-        return ticks(sum(seconds * part / elements / group.ranks for part, group in self._parts(elements)))
+        return ticks(sum(seconds * part / elements / group.ranks for part, group in parts))
 
     def _moving_seconds(self, count: ParameterCount) -> float:
         """Of the optimizer's states, gradients and parameters."""
@@ -326,10 +335,6 @@ class LayerPricing:
             return flops / (peak * device.achievable_fraction)
         return flops * (row.forward_seconds or 0.0) / max(1, row.forward_flops)
 
-    def _reduction_ticks(self, whole: _Whole) -> int:
-        parts = self._parts(whole.count.elements)
-        return ticks(sum([self._reduction_seconds(elements, group) for elements, group in parts]))
-
     def _reduction_seconds(self, parameters: int, group: Group) -> float:
         """Equations (T4) and (T7); under ZeRO 3 every micro-batch gathers and scatters, under ZeRO 2 it scatters."""
         work, ogp, zero = self.work, self.work.recipe, self.layout.zero_stage
@@ -348,18 +353,19 @@ class LayerPricing:
         """Bytes of a parameter as forward and backward take it."""
         return min(self.work.recipe.parameter_bytes, BYTES_PER_ELEMENT[self.work.profile.dtype])
 
-    @property
-    def _hides(self) -> float:
-        """What part of compute can hide an exchange of ZeRO: equation (T6)."""
-        return self.work.constants.overlap_fraction if self.work.framework.overlaps_gathers else 0.0
+    def _exposed(self, exchange: int, compute: int) -> int:
+        """Ticks of an exchange of ZeRO that so many ticks of compute do not hide: equation (T6)."""
+        if not (exchange and self.work.framework.overlaps_gathers):
+            return exchange
+        return max(0, exchange - int(self.work.constants.overlap_fraction * compute))
 
-    def _gathers(self, whole: _Whole) -> tuple[int, int]:
+    def _gathers(self, parts: _Parts) -> tuple[int, int]:
         """Ticks of ZeRO's exchanges in forward and backward, hidden or not: equation (T6)."""
         zero, ogp = self.layout.zero_stage, self.work.recipe
         if zero < 2:
             return 0, 0
         gather = scatter = 0.0
-        for elements, group in self._parts(whole.count.elements):
+        for elements, group in parts:
             scatter += self._collective_seconds("reduce_scatter", elements * ogp.gradient_bytes, group)
             if zero == 3:
                 gather += self._collective_seconds("all_gather", elements * self._computed_bytes, group)

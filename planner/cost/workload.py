@@ -129,6 +129,11 @@ class Workload:
         return {}
 
     @cached_property
+    def communicators(self) -> dict[Any, Any]:
+        """Those of the layouts that `planner.cost.layout` has priced."""
+        return {}
+
+    @cached_property
     def latest(self) -> dict[Any, Any]:
         """What `planner.cost.layout` has priced last."""
         return {}
