@@ -28,12 +28,12 @@ from planner.cost import (
 )
 from planner.schedule import critical_path
 from planner.search.bounds import BOUNDED, lower_bound, room_bytes, warm_ups
-from planner.search.lanes import UNBOUNDED_BYTES, Lane, in_flight, lanes_of
+from planner.search.lanes import Lane, lanes_of, windows_on
 from planner.search.paths import Cut, Path, Ways, most_even
 from planner.search.recompute import cheapest_modes
 from planner.search.segments import LayerModes, Mask, Segments, Table
 from planner.search.stages import Effort, choose_segments
-from planner.search.windows import Kinds, Windows, windows_of
+from planner.search.windows import Windows
 from planner.spec.profile import RecomputeMode
 
 NO_LIMIT = 2**53
@@ -84,9 +84,8 @@ class LayoutSearch:
         limit_ticks: int = NO_LIMIT,
         must_fit: bool = True,
     ) -> None:
-        room = room_bytes(costs) if must_fit else UNBOUNDED_BYTES
         self.costs = costs
-        windows = windows_of(costs, Kinds.of(modes), in_flight(costs), room, limit_ticks)
+        windows = windows_on(costs, modes, limit_ticks, must_fit=must_fit)
         self.limit = limit_ticks
         self.bound = 0
         self.best: tuple[StageMap, Step] | None = None
@@ -214,9 +213,9 @@ class LayoutSearch:
 
     def _exact_modes(self, stage: int, x: int, y: int) -> tuple[tuple[int, RecomputeMode], ...] | None:
         segments, own = self.segments, self.segments.on_rank(stage)
-        layers = {layer: own.modes[layer] for layer in own.layers(stage, x, y)}
-        room = own.room_bytes - int(own.fixed_bytes[stage, x, y])
-        found = cheapest_modes(layers, own.in_flight[stage], room)
+        layers = {layer: own.modes[layer] for layer in segments.layers(stage, x, y)}
+        room = own.room_bytes - int(segments.fixed_bytes[stage, x, y])
+        found = cheapest_modes(layers, segments.in_flight[stage], room)
         if found is None:
             return None
         segments.backward[stage, x, y], segments.is_exact[stage, x, y] = found[0], False
@@ -241,7 +240,7 @@ def first_plan(
         limit_ticks: only stage maps faster than this matter.
         rounds: solutions of the master problem.
     """
-    if windows_of(costs, Kinds.of(modes), in_flight(costs), room_bytes(costs), limit_ticks).is_empty:
+    if windows_on(costs, modes, limit_ticks).is_empty:
         return None
     trials = list(limits_of(limit_ticks, bound_ticks))
     while trials:

@@ -12,15 +12,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 import numpy as np
 
 from planner.cost import LayoutCosts, schedule_of
 from planner.schedule import Schedule, in_flight_per_stage
-from planner.search.bounds import BOUNDED, room_bytes, warm_ups
+from planner.search.bounds import BOUNDED, room_bytes, warm_ups, work_of
 from planner.search.paths import segment_bounds
 from planner.search.segments import LayerModes, Mask, Segments, Table
-from planner.search.windows import Windows
+from planner.search.windows import Kinds, Windows, reach, windows_of, within
 from planner.spec.profile import RecomputeMode
 
 UNBOUNDED_BYTES = 2**55
@@ -31,48 +32,49 @@ class RankSegments(Segments):
     """Segments whose pipeline ranks stand on different devices."""
 
     parts: tuple[Segments, ...] = ()
-    """By pipeline rank; ranks that cost the same share one."""
+    """Runs of ranks that cost the same, in order."""
 
     def on_rank(self, rank: int) -> Segments:
         """The segments of this rank's device."""
-        return self.parts[rank]
+        return next(part for part in self.parts if rank < part.first + part.stages)
 
-    def _picked(self, name: str) -> Table:
-        table: Table = np.stack([getattr(part, name)[rank] for rank, part in enumerate(self.parts)])
+    def _joined(self, name: str) -> Table:
+        table: Table = np.concatenate([getattr(part, name) for part in self.parts])
         return table
 
     @cached_property
     def forward(self) -> Table:
         """F of every segment."""
-        return self._picked("forward")
+        return self._joined("forward")
 
     @cached_property
     def tail(self) -> Table:
         """Gradient reduction and optimizer behind every segment."""
-        return self._picked("tail")
+        return self._joined("tail")
 
     @cached_property
     def fixed_bytes(self) -> Table:
         """Bytes of every segment that no recompute choice changes."""
-        return self._picked("fixed_bytes")
+        return self._joined("fixed_bytes")
 
     @cached_property
     def least_bytes(self) -> Table:
         """Least peak of every segment over all recompute choices, reserved bytes apart."""
-        return self._picked("least_bytes")
+        return self._joined("least_bytes")
 
     @cached_property
     def fits(self) -> Mask:
         """Segments that have a recompute choice within their rank's capacity."""
-        return self._picked("fits").astype(bool)
+        return self._joined("fits").astype(bool)
 
     @cached_property
     def _with_recompute(self) -> tuple[Table, Mask]:
-        return self._picked("backward"), self._picked("is_exact").astype(bool)
+        return self._joined("backward"), self._joined("is_exact").astype(bool)
 
     def uniform_modes(self, stage: int, x: int, y: int) -> tuple[tuple[int, RecomputeMode], ...] | None:
         """The modes behind `backward` where it is exact; None otherwise."""
-        return self.parts[stage].uniform_modes(stage, x, y) if self.is_exact[stage, x, y] else None
+        part = self.on_rank(stage)
+        return part.uniform_modes(stage - part.first, x, y) if self.is_exact[stage, x, y] else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,16 +94,17 @@ class Lane:
             windows: where ranks can start.
             must_fit: keep every stage within its device's memory.
         """
-        units = in_flight(costs)
-
-        def plain(own: LayoutCosts, choices: tuple[LayerModes, ...]) -> Segments:
-            return Segments(own, choices, units, room_bytes(own) if must_fit else UNBOUNDED_BYTES, windows)
-
+        units, room = in_flight(costs), room_bytes(costs) if must_fit else UNBOUNDED_BYTES
         if not costs.ranks:
-            return cls(costs, plain(costs, modes))
-        known = {id(rank.layers): plain(rank, _modes_on(rank, modes)) for rank in costs.ranks}
-        parts = tuple(known[id(rank.layers)] for rank in costs.ranks)
-        return cls(costs, RankSegments(costs, modes, units, parts[0].room_bytes, windows, parts))
+            return cls(costs, Segments(costs, modes, units, room, windows))
+        parts, behind = [], 0
+        for _, run in groupby(costs.ranks, key=lambda rank: id(rank.layers)):
+            first, same = behind, list(run)
+            behind += len(same)
+            own = room_bytes(same[0]) if must_fit else UNBOUNDED_BYTES
+            choices, window = _modes_on(same[0], modes), windows.of_ranks(first, behind)
+            parts.append(Segments(same[0], choices, units[first:behind], own, window, first))
+        return cls(costs, RankSegments(costs, modes, units, room, windows, parts=tuple(parts)))
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -121,6 +124,29 @@ def lanes_of(
 ) -> tuple[Lane, ...]:
     """All lanes of a layout."""
     return tuple(Lane.of(each, modes, windows, must_fit=must_fit) for each in costs.columns or (costs,))
+
+
+def windows_on(
+    costs: LayoutCosts, modes: tuple[LayerModes, ...], limit_ticks: int, *, must_fit: bool = True
+) -> Windows:
+    """Where ranks can start in stage maps that fit and take fewer ticks than the limit; in every lane."""
+
+    def room(own: LayoutCosts) -> int:
+        return room_bytes(own) if must_fit else UNBOUNDED_BYTES
+
+    kinds = Kinds.of(modes)
+    if not costs.columns:
+        return windows_of(costs, kinds, in_flight(costs), room(costs), limit_ticks)
+    passing = kinds.sums([work_of(options)[0] for options in kinds.options])
+    lanes = []
+    for column in costs.columns:
+        units, known = in_flight(column), {id(rank.layers): rank for rank in column.ranks}
+        reached = {
+            key: reach(own, Kinds.of(_modes_on(own, modes)), units, room(own), limit_ticks, passing=passing)
+            for key, own in known.items()
+        }
+        lanes.append([reached[id(own.layers)][rank] for rank, own in enumerate(column.ranks)])
+    return within([np.minimum.reduce(each) for each in zip(*lanes, strict=True)], len(modes))
 
 
 def in_flight(costs: LayoutCosts) -> tuple[int, ...]:

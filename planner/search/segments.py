@@ -67,6 +67,8 @@ class Segments:
     """What OGP, activations and temporaries of a device may take together."""
     windows: Windows
     """Where ranks can start."""
+    first: int = 0
+    """Pipeline rank of the first row; rows are those of `in_flight`."""
 
     def on_rank(self, rank: int) -> Segments:
         """The segments of this rank's device: all devices are alike."""
@@ -75,7 +77,7 @@ class Segments:
     @property
     def stages(self) -> int:
         """P."""
-        return self.costs.layout.pipeline_parallel_degree
+        return len(self.in_flight)
 
     @cached_property
     def kinds(self) -> Kinds:
@@ -184,7 +186,8 @@ class Segments:
             ogp = ogp - np.maximum(self._users(shared.layers) - 1, 0) * shared.ogp_bytes
         behind = np.array([0, *(self.costs.boundary_bytes(layer) for layer in range(len(self.modes)))], dtype=np.int64)
         incoming, outgoing = behind[self.starts], behind[self.stops]
-        received = np.where(np.arange(self.stages)[:, None, None] < self.stages - 1, incoming + outgoing, incoming)
+        is_last = np.arange(self.stages) == self.costs.layout.pipeline_parallel_degree - 1 - self.first
+        received = np.where(is_last[:, None, None], incoming, incoming + outgoing)
         table: Table = ogp + self._units * outgoing + RECEIVE_BUFFERS * received
         return table
 

@@ -18,7 +18,7 @@ contiguous partition, Pinar, Aykanat 2004):
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
@@ -28,6 +28,8 @@ from numpy.typing import NDArray
 from planner.cost import LayerCost, LayoutCosts
 from planner.search.bounds import BOUNDED
 
+Reach = NDArray[np.intp]
+"""By layer."""
 _Sums = NDArray[np.int64]
 
 
@@ -48,6 +50,12 @@ class Windows:
     def is_empty(self) -> bool:
         """There is no stage map."""
         return any(least > most for least, most in zip(self.least, self.most, strict=True))
+
+    def of_ranks(self, first: int, behind: int) -> Self:
+        """Those of some ranks, as wide as all."""
+        part = replace(self, least=self.least[first : behind + 1], most=self.most[first : behind + 1])
+        part.__dict__["width"] = self.width
+        return part
 
     @cached_property
     def width(self) -> int:
@@ -89,8 +97,17 @@ def windows_of(
         room_bytes: for OGP and activations of a device.
         limit_ticks: T.
     """
-    stages, layers = len(in_flight), len(kinds.places)
-    reach = _reach(costs, kinds, in_flight, room_bytes, limit_ticks)
+    return within(reach(costs, kinds, in_flight, room_bytes, limit_ticks), len(kinds.places))
+
+
+def within(reach: Sequence[Reach], layers: int) -> Windows:
+    """Windows by how far every rank reaches: equation (W4).
+
+    Args:
+        reach: of every rank.
+        layers: of the model.
+    """
+    stages = len(reach)
     least, most = [layers], [0]
     for rank in range(stages):
         most.append(min(int(reach[rank][most[-1]]), layers - (stages - 1 - rank)))
@@ -99,10 +116,25 @@ def windows_of(
     return Windows(tuple(reversed(least)), tuple(most))
 
 
-def _reach(
-    costs: LayoutCosts, kinds: Kinds, in_flight: Sequence[int], room_bytes: int, limit_ticks: int
-) -> list[NDArray[np.intp]]:
-    """Of every rank, by the layer that it starts with: the furthest layer behind its last one, by (W1) to (W3)."""
+def reach(
+    costs: LayoutCosts,
+    kinds: Kinds,
+    in_flight: Sequence[int],
+    room_bytes: int,
+    limit_ticks: int,
+    *,
+    passing: _Sums | None = None,
+) -> list[Reach]:
+    """Of every rank, by the layer that it starts with: the furthest layer behind its last one, by (W1) to (W3).
+
+    Args:
+        costs: of the layout, or of one rank's device.
+        kinds: of its layers.
+        in_flight: u(s) of every rank.
+        room_bytes: for OGP and activations of a device.
+        limit_ticks: T.
+        passing: P, where other ranks may be faster than these; None: they are alike.
+    """
     count = costs.micro_batches
     forward = kinds.sums([options[0].forward_ticks for options in kinds.options])
     backward = kinds.sums([min(cost.backward_ticks for cost in options) for options in kinds.options])
@@ -110,19 +142,20 @@ def _reach(
     activations = kinds.sums([min(cost.activation_bytes for cost in options) for options in kinds.options])
     once = forward + backward
     is_bounded = costs.layout.schedule in BOUNDED
-    alone = _furthest(count * once, limit_ticks - 1, (count - is_bounded) * once)
+    passing = once if passing is None else passing
+    alone = _furthest(count * once, limit_ticks - 1, count * once - is_bounded * passing)
     room = room_bytes + sum((len(shared.layers) - 1) * shared.ogp_bytes for shared in costs.shared)
-    known: dict[int, NDArray[np.intp]] = {}
+    known: dict[int, Reach] = {}
     for units in set(in_flight):
         held = ogp + units * activations
         known[units] = np.minimum(alone, _furthest(held, room, held))
         if is_bounded:
             later = (count - units) * forward + (count - 1) * backward
-            turned = _furthest(later, limit_ticks - 1 - int(once[-1]), later)
+            turned = _furthest(later, limit_ticks - 1 - int(passing[-1]), later)
             known[units] = np.minimum(known[units], turned)
     return [known[units] for units in in_flight]
 
 
-def _furthest(upto: _Sums, allowed: int, before: _Sums) -> NDArray[np.intp]:
+def _furthest(upto: _Sums, allowed: int, before: _Sums) -> Reach:
     """By i: the largest j with upto(j) - before(i) <= allowed."""
     return np.searchsorted(upto, allowed + before, side="right") - 1
