@@ -15,6 +15,7 @@ from planner.schedule.gpipe import GPIPE
 from planner.schedule.hanayo import HANAYO
 from planner.schedule.interleaved_1f1b import INTERLEAVED_1F1B
 from planner.schedule.interleaved_memory_optimised import INTERLEAVED_MEMORY_OPTIMISED
+from planner.schedule.kept import Kept
 from planner.schedule.looped_bfs import LOOPED_BFS
 from planner.schedule.one_f_one_b import ONE_F_ONE_B
 from planner.schedule.overlapped_1f1b import OVERLAPPED_1F1B
@@ -116,13 +117,16 @@ def build(
     virtual_stages = entry.least_virtual_stages if virtual_stages is None else virtual_stages
     shape = Shape(ranks, micro_batches, virtual_stages, sequence_chunks, recompute)
     _check_sizes(shape)
-    return _build(entry.name, shape)
+    return _built((entry.name, shape))
 
 
-@lru_cache(maxsize=32)
-def _build(name: str, shape: Shape) -> Schedule:
+def _build(named: tuple[str, Shape]) -> Schedule:
+    name, shape = named
     with without_collection():
         return find(name).build(shape)
+
+
+_built = Kept(_build, size_of=lambda named: named[1].units)
 
 
 def _check_sizes(shape: Shape) -> None:
@@ -130,7 +134,7 @@ def _check_sizes(shape: Shape) -> None:
         value = getattr(shape, field)
         if value < 1:
             raise LayoutError(f"{field} must be at least 1, got {value}.", field=field, mend="give 1 or more.")
-    units = shape.ranks * shape.micro_batches * shape.virtual_stages * shape.sequence_chunks
+    units = shape.units
     if units > LARGEST_SCHEDULE_UNITS:
         raise LayoutError(
             f"ranks({shape.ranks}) * micro_batches({shape.micro_batches}) * virtual_stages({shape.virtual_stages}) * "

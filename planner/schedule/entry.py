@@ -20,6 +20,11 @@ class Shape:
     recompute: str = ""
     """Which micro-batches run their forward again, for schedules that place it; empty: the others."""
 
+    @property
+    def units(self) -> int:
+        """Forwards of all stages together."""
+        return self.ranks * self.micro_batches * self.virtual_stages * self.sequence_chunks
+
 
 def loop_placement(shape: Shape) -> tuple[int, ...]:
     """Stage ``chunk * ranks + r`` on rank ``r``: every chunk runs through all ranks (Megatron-LM, torch)."""

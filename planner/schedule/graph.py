@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
@@ -22,12 +21,10 @@ from planner.errors import LayoutError, ScheduleError
 from planner.schedule.actions import Action, Schedule, without_collection
 from planner.schedule.columns import Numbers
 from planner.schedule.durations import Durations
+from planner.schedule.kept import Kept
 from planner.schedule.levels import LEAST_WIDTH, Levels, Nodes, in_step, in_turn, width
 from planner.schedule.needs import NOTHING, Needs, producers_of, read_output
 from planner.schedule.validity import check_schedule, wrong
-
-LARGE_GRAPH_UNITS = 20_000
-"""(stage, unit) pairs above which a graph takes megabytes."""
 
 Times = tuple[Sequence[float], Sequence[float]]
 """Start and end of every node; both end with the 0 of `NOTHING`."""
@@ -88,13 +85,12 @@ _latest: list[tuple[Graph, Durations, Times]] = []
 
 
 def graph_of(schedule: Schedule) -> Graph:
-    """The graph of a schedule; the latest ones are kept, of large ones only two.
+    """The graph of a schedule; the latest ones are kept.
 
     Raises:
         ScheduleError: actions that are missing, doubled, out of order, on the wrong rank, or dead-lock.
     """
-    is_large = schedule.stages * schedule.units > LARGE_GRAPH_UNITS
-    return _kept_large(schedule) if is_large else _kept(schedule)
+    return _kept(schedule)
 
 
 def check_stages(schedule: Schedule, durations: Durations) -> None:
@@ -130,8 +126,7 @@ def make_graph(schedule: Schedule, *, by_levels: bool | None = None) -> Graph:
         return _graph(schedule, needs, producers, np.concatenate(order), levels)
 
 
-_kept = lru_cache(maxsize=32)(make_graph)
-_kept_large = lru_cache(maxsize=2)(make_graph)
+_kept = Kept[Schedule, Graph](make_graph, size_of=lambda schedule: schedule.stages * schedule.units)
 
 
 def _graph(
