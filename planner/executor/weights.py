@@ -1,8 +1,8 @@
 """Initial values from safetensors files: every rank reads the parameters of its own stages only, one at a time.
 
 Files hold tensors under the names of the model's parameters, as `save_pretrained` and `safetensors.torch.save_model`
-write them. Of a Hugging Face model the names may lack the prefix of its base model; of a shared parameter any of its
-names will do.
+write them. Of a Hugging Face model the names may lack the prefix of its base model, and a mixture's experts may stand
+one by one (`planner.executor.stored_names`); of a shared parameter any of its names will do.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import nn
 
 from planner.errors import DocumentError, MismatchError
 from planner.executor.materialise import Narrow, Prepare, keep_all, materialise
+from planner.executor.stored_names import StoredNames
 from profiler.models import ModelSource
 
 SUFFIX = ".safetensors"
@@ -60,6 +61,10 @@ class Weights:
         shorter = tuple(name.removeprefix(prefix) for name in names) if prefix else ()
         return next((name for name in (*names, *shorter) if name in self._file_of), None)
 
+    def under_other_names(self, model: nn.Module) -> StoredNames | None:
+        """What the files hold by transformers' rules for this model; None: it is not one of theirs."""
+        return StoredNames(model, self._file_of) if hasattr(model, "base_model_prefix") else None
+
     def read(self, name: str) -> torch.Tensor:
         """One tensor."""
         with self._open(self._file_of[name]) as file:
@@ -95,8 +100,13 @@ class _Loading:
         self._weights = weights
         base = getattr(source.blueprint, "base_model_prefix", "")
         self._prefix = f"{base}." if base else ""
+        self._blueprint = source.blueprint
         self._shared = {name: shared.names for shared in source.cut().shared_parameters for name in shared.names}
         self._done: set[str] = set()
+
+    @cached_property
+    def _others(self) -> StoredNames | None:
+        return self._weights.under_other_names(self._blueprint)
 
     def load(self, name: str, module: nn.Module, *, recurse: bool = False) -> None:
         """Values for the parameters of a module, under its qualified name."""
@@ -106,14 +116,7 @@ class _Loading:
                 self._fill(each, parameter)
 
     def _fill(self, name: str, parameter: nn.Parameter) -> None:
-        found = self._weights.find((name, *self._shared.get(name, ())), self._prefix)
-        if found is None:
-            raise MismatchError(
-                f"the files hold no {name!r}.",
-                field="weights",
-                mend="give the weights of this model, under the names of its parameters.",
-            )
-        value = self._weights.read(found)
+        found, value = self._read((name, *self._shared.get(name, ())))
         if value.shape != parameter.shape:
             raise MismatchError(
                 f"{found!r} is of shape {tuple(value.shape)} in the files and {tuple(parameter.shape)} in the model.",
@@ -122,3 +125,19 @@ class _Loading:
             )
         with torch.no_grad():
             parameter.copy_(value)
+
+    def _read(self, names: tuple[str, ...]) -> tuple[str, torch.Tensor]:
+        """A parameter by any of its names, and the one that it was found by."""
+        found = self._weights.find(names, self._prefix)
+        if found is not None:
+            return found, self._weights.read(found)
+        others = self._others
+        if others is not None:
+            for name in names:
+                if name in others:
+                    return name, others.read(name, self._weights.read)
+        raise MismatchError(
+            f"the files hold no {names[0]!r}.",
+            field="weights",
+            mend="give the weights of this model, under the names of its parameters.",
+        )

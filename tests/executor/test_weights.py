@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -12,6 +13,7 @@ from safetensors.torch import save_file, save_model
 
 from planner.errors import DocumentError, MismatchError
 from planner.executor import Executor
+from planner.executor.expert_parallel import keep_share
 from planner.executor.reference import train_reference
 from planner.executor.weights import Weights
 from profiler.models import ModelSource
@@ -64,6 +66,32 @@ def test_what_save_pretrained_writes(tmp_path: Path) -> None:
             .state_dict()
         )
         assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+def test_experts_that_stand_one_by_one(name: str, tmp_path: Path) -> None:
+    """As `save_pretrained` writes them: every rank of an expert-parallel group gets its own, in one tensor."""
+    source = source_of(name, tmp_path)
+    model = trained(source)
+    cast("Any", model).save_pretrained(tmp_path / "w")
+    expected = dict(model.named_parameters())
+    cut = source.cut()
+    experts = [each for each in expected if ".experts." in each]
+    for rank in range(2):
+        group = cast("Any", SimpleNamespace(get_local_rank=lambda mine=rank: mine, size=lambda: 2))
+        stage = Weights(tmp_path / "w").materialise(
+            source,
+            lambda whole: cut.stage(whole, 0, len(cut.layers)),
+            device=CPU,
+            seed=0,
+            narrow=partial(keep_share, source, group),
+        )
+        held = dict(stage.named_parameters())
+        assert held.keys() == expected.keys()
+        assert len(experts) >= 4
+        for each, value in held.items():
+            share = expected[each].chunk(2)[rank] if each in experts else expected[each]
+            assert torch.equal(value, share), each
 
 
 def test_a_run_starts_from_them(tmp_path: Path) -> None:
