@@ -59,7 +59,7 @@ class Cells:
 
     def prices(self, column: Column, rank: int) -> Prices:
         """Of the column's cells at a pipeline rank: equations (H2) and (H3)."""
-        place = (column.data_ranks[0], rank)
+        place = (0, 0) if self._is_uniform else (column.data_ranks[0], rank)
         if place not in self._known:
             self._known[place] = self._shared_prices(column, rank)
         return self._known[place]
@@ -68,7 +68,8 @@ class Cells:
         """Cells that stand alike share their prices."""
         rows = everywhere = self.facts.placement if self._is_uniform else self._at[rank]
         if not self._is_uniform:
-            rows = [row for row in everywhere if row.data in column.data_ranks]
+            own = frozenset(column.data_ranks)
+            rows = [row for row in everywhere if row.data in own]
         near = {name: widest(rows, axis, self._domains) for name, axis in near_axes(self.facts.layout).items()}
         far = self._far[0 if self._is_uniform else rank]
         groups = frozenset(self._groups[row.pipeline, row.data] for row in everywhere)
@@ -106,12 +107,13 @@ class Cells:
 
     def _crossed(self, column: Column) -> list[bool]:
         """Per pipeline rank but the last: does any rank of the column send to another domain?"""
+        own = frozenset(column.data_ranks)
         peers = [
             {(row.data, row.tensor, row.context): self._domains[row.rank] for row in self._at[rank]}
             for rank in self._ranks
         ]
         return [
-            any(there[peer] != domain for peer, domain in here.items() if peer[0] in column.data_ranks)
+            any(there[peer] != domain for peer, domain in here.items() if peer[0] in own)
             for here, there in pairwise(peers)
         ]
 
@@ -169,7 +171,7 @@ class Cells:
 
     @cached_property
     def _known(self) -> dict[tuple[int, int], Prices]:
-        """By a column's first replica, and pipeline rank."""
+        """By a column's first replica, and pipeline rank; uniform cells once."""
         return {}
 
     @cached_property

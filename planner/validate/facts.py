@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations
 
 from planner.spec.calibration import Constants
 from planner.spec.cluster import Cluster
@@ -49,9 +48,10 @@ class Facts:
         """How many other plans of the request may use: all of a homogeneous cluster, some groups of another."""
         if self.job.objective != "step_time":
             return frozenset({self.layout.devices})
-        sizes = [group.nodes * group.devices_per_node for group in self.cluster.node_groups]
-        counts = range(1, len(sizes) + 1)
-        return frozenset(sum(some) for count in counts for some in combinations(sizes, count))
+        sums = {0}
+        for group in self.cluster.node_groups:
+            sums |= {some + group.nodes * group.devices_per_node for some in sums}
+        return frozenset(sums - {0})
 
     def rows(self, layer: LayerProfile) -> dict[RecomputeMode, Measurement]:
         """The layer's measurements under this layout, at the job's sequence length."""
