@@ -105,9 +105,14 @@ def _layout(plan: Plan) -> Row:
         "gbs": job.global_batch_size,
         "num_microbatches": plan.micro_batches,
         "schedule": layout.schedule,
-        "zero_fsdp": f"ZeRO-{layout.zero_stage}" if layout.zero_stage else "",
+        "zero_fsdp": _zero(layout),
         "sequence_parallel": int(layout.sequence_parallel),
     }
+
+
+def _zero(layout: Layout) -> str:
+    within = f" within {layout.zero_shard_degree} ranks" if layout.zero_shard_degree else ""
+    return f"ZeRO-{layout.zero_stage}{within}" if layout.zero_stage else ""
 
 
 def _measured(run: MeasuredRun) -> Row:

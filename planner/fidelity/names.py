@@ -98,6 +98,12 @@ def zero_stage_of(text: str) -> Literal[0, 1, 2, 3]:
     return 1 if re.search(r"zero-?1|distributed optimizer", lowered) else 0
 
 
+def shard_degree_of(text: str) -> int | None:
+    """Ranks that share out ZeRO's states, as in ``zero1 within 8 GPUs`` or ``fsdp 4``; None: unstated."""
+    found = re.search(r"(?:within|fsdp) (\d+)", text.lower())
+    return int(found[1]) if found else None
+
+
 def schedule_of(text: str, virtual_stages: int) -> str:
     """Canonical name of the schedule; 1F1B when none is stated, interleaved with virtual stages."""
     named = _first(_SCHEDULES, text)

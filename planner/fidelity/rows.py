@@ -36,7 +36,15 @@ from planner.fidelity.arguments import (
     shape_with,
     shard_degree_with,
 )
-from planner.fidelity.names import attention_of, device_of, framework_of, inter_node_of, schedule_of, zero_stage_of
+from planner.fidelity.names import (
+    attention_of,
+    device_of,
+    framework_of,
+    inter_node_of,
+    schedule_of,
+    shard_degree_of,
+    zero_stage_of,
+)
 from planner.fidelity.stages import blocks_of
 from planner.spec.cluster import Link
 from planner.spec.frameworks import AttentionKernel, Framework
@@ -334,10 +342,11 @@ def _layout(row: Row, given: Arguments) -> tuple[Layout, int]:
 
 
 def _shard_degree(row: Row, replicas: int, given: Arguments) -> int | None:
-    """Ranks that share out ZeRO's states: a node's with hybrid sharding, else as Megatron's arguments say."""
+    """Ranks that share out ZeRO's states: as stated, a node's with hybrid sharding, else as Megatron's arguments say."""
     node = _whole(row, "gpus_per_node") or 1
-    if "hsdp" in row["zero_fsdp"].lower() and 1 < node < replicas and replicas % node == 0:
-        return node
+    stated = shard_degree_of(row["zero_fsdp"]) or (node if "hsdp" in row["zero_fsdp"].lower() else 1)
+    if 1 < stated < replicas and replicas % stated == 0:
+        return stated
     return shard_degree_with(replicas, given)
 
 

@@ -62,7 +62,16 @@ def read_back(plan: Plan, folder: Path) -> Run:
     ("model", "layout"),
     [
         ("gpt2-medium", {"data_parallel_degree": 4, "pipeline_parallel_degree": 2, "schedule": "gpipe"}),
-        ("llama-3.2-1b", {"data_parallel_degree": 4, "tensor_parallel_degree": 2, "recompute": "full"}),
+        (
+            "llama-3.2-1b",
+            {
+                "data_parallel_degree": 4,
+                "tensor_parallel_degree": 2,
+                "recompute": "full",
+                "zero_stage": 1,
+                "zero_shard_degree": 2,
+            },
+        ),
         ("llama-3.2-1b", {"pipeline_parallel_degree": 8, "micro_batch_size": 1}),
     ],
 )

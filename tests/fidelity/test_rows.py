@@ -128,6 +128,15 @@ def test_zero_stages(words: str, stage: int) -> None:
     assert run(zero_fsdp=words).layout.zero_stage == stage
 
 
+@pytest.mark.parametrize(
+    ("words", "degree"),
+    [("zero1 within 8 GPUs", 8), ("fsdp 4", 4), ("HSDP", 8), ("fsdp 16", None), ("zero1 over all dp", None)],
+)
+def test_hybrid_sharding(words: str, degree: int | None) -> None:
+    """Groups that share out the states, as stated or a node's; all 16 ranks are no group of their own."""
+    assert run(zero_fsdp=words, gpus=16, gpus_per_node=8, tp=1, pp=1, dp=16, gbs=64).layout.zero_shard_degree == degree
+
+
 def test_a_folder_is_read_by_family(tmp_path: Path) -> None:
     """Every file is a family; rows are counted, those out of scope by reason; other CSV files are none of ours."""
     write_rows(tmp_path / "first.csv", [row("a"), row("b", hardware="Cloud TPU")])
