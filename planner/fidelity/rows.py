@@ -342,7 +342,7 @@ def _layout(row: Row, given: Arguments) -> tuple[Layout, int]:
 
 
 def _shard_degree(row: Row, replicas: int, given: Arguments) -> int | None:
-    """Ranks that share out ZeRO's states: as stated, a node's with hybrid sharding, else as Megatron's arguments say."""
+    """Ranks that share out ZeRO's states: as stated, a node's in hybrid sharding, else as Megatron's arguments say."""
     node = _whole(row, "gpus_per_node") or 1
     stated = shard_degree_of(row["zero_fsdp"]) or (node if "hsdp" in row["zero_fsdp"].lower() else 1)
     if 1 < stated < replicas and replicas % stated == 0:
