@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple, Self
 
 from planner.errors import ScheduleError
@@ -129,8 +129,7 @@ class Schedule:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Stages of a rank, lowest first."""
-        owners = zip(self.stage_ranks, self.replica_ranks or self.stage_ranks, strict=True)
-        return tuple(stage for stage, pair in enumerate(owners) if rank in pair)
+        return _stages_by_rank(self.ranks, self.stage_ranks, self.replica_ranks)[rank]
 
     @classmethod
     def from_text(cls, rows: Sequence[Sequence[str]], *, name: str = "given", sequence_chunks: int = 1) -> Self:
@@ -160,3 +159,15 @@ class Schedule:
     def to_text(self) -> tuple[tuple[str, ...], ...]:
         """The actions as written in a plan, e.g. ``2F0``."""
         return tuple(tuple(map(str, actions)) for actions in self.actions)
+
+
+@lru_cache(maxsize=64)
+def _stages_by_rank(
+    ranks: int, stage_ranks: tuple[int, ...], replica_ranks: tuple[int, ...]
+) -> tuple[tuple[int, ...], ...]:
+    """Stages of every rank, lowest first."""
+    owned: list[list[int]] = [[] for _ in range(ranks)]
+    for stage, owners in enumerate(zip(stage_ranks, replica_ranks or stage_ranks, strict=True)):
+        for owner in sorted(set(owners)):
+            owned[owner].append(stage)
+    return tuple(map(tuple, owned))
