@@ -136,6 +136,7 @@ class Pilot:
             return Infeasible(reasons=(str(error),))
 
     def _weigh_growth(self, step: int) -> None:
+        self._look_at_gate()  # who has gone meanwhile is not waited for
         answer, grown = self._answer, self._grown
         if answer is None or grown is None or not answer.done():
             return

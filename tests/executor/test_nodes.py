@@ -1,0 +1,303 @@
+"""Elastic runs over several nodes, without processes: who plays which rank, what is agreed on, and when it moves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+from planner.errors import DocumentError, PlannerError, RunError
+from planner.executor import agreement as agreement_module
+from planner.executor.agreement import Agreement
+from planner.executor.journal import Journal
+from planner.executor.node_rank import has_lost_others
+from planner.executor.nodes import NodesPolicy, elastic_folder
+from planner.executor.pilot import Pilot, Schedule
+from planner.executor.rendezvous import Board, GatedRendezvous, endpoint, make_rendezvous
+from planner.executor.roster import KnownPlans, Roster, seats
+from planner.executor.settings import RunSettings
+from planner.executor.torchrun import StepLine
+from planner.executor.weigh import Pace, Rebalanced
+from planner.spec import Infeasible, Plan
+from tests.executor.plans import make_plan
+from tests.torchrun.node_rank import on_nodes
+
+LAYERS = ("a", "b", "c")
+KEPT = 8
+"""Steps of the newest checkpoint."""
+
+
+class Planner:
+    """Plans of one stage per device; a device more halves the step."""
+
+    def __init__(self, *, refuses: bool = False) -> None:
+        self.asked: list[tuple[int, ...]] = []
+        self.refuses = refuses
+
+    def for_nodes(self, devices: Sequence[int]) -> Plan | Infeasible:
+        """All devices."""
+        self.asked.append(tuple(devices))
+        return Infeasible(reasons=("too large",)) if self.refuses else plan_of(*sorted(devices, reverse=True))
+
+    def busy_seconds(self, plan: Plan) -> tuple[float, ...]:
+        """All ranks alike."""
+        return (1.0,) * len(plan.stages)
+
+    def rebalance(self, plan: Plan, slowdown: Sequence[float]) -> Rebalanced | None:
+        """Half as long a step."""
+        return Rebalanced(plan.model_copy(update={"id": "rebalanced"}), 2.0, 1.0)
+
+
+def plan_of(*devices: int) -> Plan:
+    """Of nodes with so many devices each, three in all at most."""
+    sizes = {1: (3,), 2: (1, 2), 3: (1, 1, 1)}[sum(devices)]
+    return on_nodes(make_plan(LAYERS, sizes), devices, step_seconds=2.0 ** (3 - sum(devices)))
+
+
+def test_every_device_knows_its_rank() -> None:
+    """The plan's largest node is played by the largest that came; what is not needed stays idle."""
+    assert seats(plan_of(2, 1), Roster((1, 2))) == {(1, 0): 0, (1, 1): 1, (0, 0): 2}
+    assert seats(plan_of(2, 1), Roster((4, 1, 2))) == {(0, 0): 0, (0, 1): 1, (2, 0): 2}
+    assert seats(plan_of(1, 1), Roster((1, 1))) == {(0, 0): 0, (1, 0): 1}
+    assert seats(plan_of(2, 1), Roster((1, 1, 1))) is None
+    assert seats(plan_of(1, 1), Roster((4,))) is None
+    assert Roster.of(plan_of(2, 1).request.cluster).key == Roster((1, 2)).key == "2-1"
+
+
+def test_the_journal_outlives_who_writes_it(tmp_path: Path) -> None:
+    """A line that was left half written costs nothing but itself."""
+    journal = Journal(tmp_path / "elastic" / "journal.jsonl")
+    assert journal.last_launch() is None
+    for launch, steps in (("0.0", (0, 1, 2)), ("1.0", (2, 3))):
+        journal.write("launch", launch=launch, plan_id="p", devices=2, nodes=(1, 1), first_step=steps[0])
+        for step in steps:
+            journal.write("step", launch=launch, step=step, loss=float(step), seconds=1.0, warning=None)
+        with (tmp_path / "elastic" / "journal.jsonl").open("a") as file:
+            file.write('{"kind": "step", "la')
+    assert journal.trained() == 4
+    assert [(one.first_step, one.losses) for one in journal.segments(before="9.0")] == [
+        (0, (0.0, 1.0, 2.0)),
+        (2, (2.0, 3.0)),
+    ]
+    assert [one.first_step for one in journal.segments(before="1.0")] == [0]
+    last = journal.last_launch()
+    assert last is not None
+    assert (last[0]["launch"], last[1], journal.broken()) == ("1.0", None, 2)
+    journal.write("end", launch="1.0", how="stopped")
+    last = journal.last_launch()
+    assert last is not None
+    assert (last[1], journal.broken()) == ({"kind": "end", "launch": "1.0", "how": "stopped"}, 1)
+
+
+@pytest.fixture
+def agree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """An agreement of a run that began on two nodes, its journal, its planner, and what it said."""
+    monkeypatch.setattr(agreement_module, "newest_step", lambda folder: KEPT)
+    journal, said = Journal(tmp_path / "journal.jsonl"), list[str]()
+
+    def make(planner: Planner, restarts: int = 3) -> tuple[Agreement, Journal, list[str]]:
+        known = KnownPlans(tmp_path / "plans")
+        options: dict[str, Any] = {"checkpoints": tmp_path, "restarts": restarts, "log": said.append}
+        return Agreement(plan_of(1, 1), planner, known, journal, **options), journal, said
+
+    return make
+
+
+def begin(journal: Journal, *nodes: int, launch: str = "0.0") -> None:
+    """A launch that trains ten steps."""
+    journal.write("launch", launch=launch, plan_id="p", devices=sum(nodes), nodes=nodes, first_step=0)
+    for step in range(10):
+        journal.write("step", launch=launch, step=step, loss=1.0, seconds=1.0, warning=None)
+
+
+def test_a_run_begins_by_its_own_plan(agree: Any) -> None:
+    """Where the nodes are those of its cluster, nobody is asked, and nothing is to tell."""
+    planner = Planner()
+    agreement, journal, said = agree(planner)
+    assert agreement.choose(Roster((1, 1))) == plan_of(1, 1)
+    assert (planner.asked, said, journal.decisions()) == ([], [], ())
+
+
+def test_what_is_left_is_planned_for_once(agree: Any) -> None:
+    """The loss is told with its figures; the same nodes in another order have the same plan."""
+    planner = Planner()
+    agreement, journal, said = agree(planner)
+    begin(journal, 1, 1)
+    assert agreement.choose(Roster((1,))) == plan_of(1)
+    lost, moved = journal.decisions()
+    assert (lost.kind, lost.step, moved.kind, moved.step) == ("lost", 10, "moved", KEPT)
+    wanted = {"nodes_before": 2, "nodes_now": 1, "devices_lost": 1, "steps_trained": 10, "steps_kept": KEPT}
+    assert lost.figures == wanted
+    assert said == [f"elastic: {lost.text}", f"elastic: {moved.text}"]
+    assert agreement.choose(Roster((1, 2))) == agreement.choose(Roster((2, 1))) == plan_of(2, 1)
+    assert planner.asked == [(1,), (1, 2)]
+
+
+def test_a_move_is_no_loss(agree: Any) -> None:
+    """Nor is it counted among the restarts."""
+    agreement, journal, _ = agree(Planner(), restarts=0)
+    begin(journal, 1)
+    journal.write("end", launch="0.0", how="grown")
+    agreement.choose(Roster((1, 1)))
+    assert [one.kind for one in journal.decisions()] == ["moved"]
+    begin(journal, 1, 1, launch="1.0")
+    journal.write("end", launch="1.0", how="stopped")
+    agreement.choose(Roster((1,)))
+    assert "told to stop on 2 nodes with 1, 1 devices after 10 steps" in journal.decisions()[1].text
+
+
+def test_a_run_gives_up(agree: Any) -> None:
+    """Where it is lost again and again, or nothing fits on what is left."""
+    agreement, journal, _ = agree(Planner(refuses=True), restarts=1)
+    begin(journal, 1, 1)
+    with pytest.raises(RunError, match="no plan can be run on 1 node with 1 devices: too large"):
+        agreement.choose(Roster((1,)))
+    begin(journal, 1, 1, launch="1.0")
+    with pytest.raises(RunError, match="lost 2 times, and 1 restarts were allowed"):
+        agreement.choose(Roster((1, 1)))
+
+
+def pilot_of(
+    folder: Path, planner: Planner, waiting: list[tuple[int, ...]], *, steps: int = 100
+) -> tuple[Pilot, Journal]:
+    """A pilot of a run on two nodes, with a checkpoint after every fourth step."""
+    journal, pace = Journal(folder / "journal.jsonl"), Pace(plan_of(1, 1), 0)
+    known, schedule = KnownPlans(folder / "plans"), Schedule(steps, 4)
+    told: dict[str, Any] = {"waiting": lambda: waiting[0], "log": lambda line: None}
+    pilot = Pilot("0.0", pace, Roster((1, 1)), planner, known, journal, schedule, **told)
+    pilot.begin(0)
+    return pilot, journal
+
+
+def train(pilot: Pilot, until: int, *, first: int = 0, busy: tuple[float, ...] = (1.0, 1.0)) -> int:
+    """Steps of one second, until the pilot wants to stop; returns the steps trained."""
+    for step in range(first, until):
+        wants = pilot.wants_to_stop()
+        pilot.on_step(StepLine(step, 1.0, 1.0, 1.0, busy_seconds=busy))
+        time.sleep(0.02)  # the planner answers beside the training
+        if wants:
+            return step + 1
+    return until
+
+
+def test_a_run_grows_at_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when the node comes, but after the fourth step from then on; its plan is kept for the next round."""
+    monkeypatch.setattr("planner.executor.pilot.LOOK_SECONDS", 0.0)
+    planner, waiting = Planner(), list[tuple[int, ...]]([()])
+    pilot, journal = pilot_of(tmp_path, planner, waiting)
+    assert train(pilot, 5) == 5
+    waiting[0] = (1,)
+    assert train(pilot, 100, first=5) == 8
+    how, plan = pilot.end(stopped=True)
+    assert (how, plan) == ("grown", plan_of(1, 1, 1))
+    assert planner.asked == [(1, 1, 1)]
+    assert KnownPlans(tmp_path / "plans").find(Roster((1, 1, 1))) == plan
+    (grown,) = journal.decisions()
+    assert (grown.kind, grown.step) == ("moved", 8)
+    assert grown.figures["gain_seconds"] == pytest.approx(92 * 0.5)
+
+
+def test_a_run_stays_where_nothing_is_gained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told once; and a node that has gone before the answer comes is not waited for."""
+    monkeypatch.setattr("planner.executor.pilot.LOOK_SECONDS", 0.0)
+    pilot, journal = pilot_of(tmp_path, Planner(refuses=True), [(1,)])
+    assert train(pilot, 20) == 20
+    (stayed,) = journal.decisions()
+    assert (stayed.kind, stayed.text) == ("stayed", "no plan for 3 nodes with 1, 1, 1 devices: too large")
+    assert pilot.end(stopped=False) == ("done", None)
+    waiting: list[tuple[int, ...]] = [(1,)]
+    pilot, _ = pilot_of(tmp_path, Planner(), waiting)
+    train(pilot, 3)
+    waiting[0] = ()
+    assert train(pilot, 20, first=3) == 20
+
+
+def test_slow_ranks_lose_layers_without_a_rendezvous(tmp_path: Path) -> None:
+    """The same processes go on by another plan."""
+    pilot, journal = pilot_of(tmp_path, Planner(), [()])
+    assert train(pilot, 100, busy=(1.0, 2.5)) == 16
+    how, plan = pilot.end(stopped=True)
+    assert (how, plan and plan.id) == ("moved", "rebalanced")
+    assert "pipeline rank 1 takes 2.50 x as long" in journal.decisions()[0].text
+
+
+def test_only_lost_peers_are_worth_another_try() -> None:
+    """Whatever it was raised from."""
+    gone = RunError("the checkpoint could not be written.")
+    gone.__cause__ = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
+    assert has_lost_others(gone)
+    assert has_lost_others(DistNetworkError("The client socket has failed"))
+    assert not has_lost_others(ValueError("a mistake"))
+
+
+def rendezvous(store: TCPStore, number: int, devices: int) -> GatedRendezvous:
+    """Of a node of a run of two to three."""
+    settings = {"devices": devices, "last_call_seconds": 1, "join_seconds": 30, "heartbeat_seconds": 1}
+    return make_rendezvous(
+        RendezvousParameters(
+            "planner", f"127.0.0.1:{store.port}", "gate", 2, 3, f"127.0.0.{number}", is_host=False, **settings
+        )
+    )
+
+
+def wait_for(reached: Callable[[], bool]) -> None:
+    """Agents look at the rendezvous once in a second."""
+    until = time.monotonic() + 30
+    while not reached():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_nodes_wait_at_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes later is known, and let in when the run says so; one that leaves is missed at once."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    monkeypatch.setenv("PLANNER_RENDEZVOUS_ROUND", "")
+    monkeypatch.setenv("PLANNER_RENDEZVOUS_BEGAN", "")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    first, second, third = (rendezvous(store, number, number) for number in (1, 2, 3))
+    board = Board(store, "gate")
+    with ThreadPoolExecutor() as pool:
+        joined = [pool.submit(each.next_rendezvous) for each in (first, second)]
+        assert {each.result(30).world_size for each in joined} == {2}
+        late = pool.submit(third.next_rendezvous)
+        wait_for(lambda: (first.num_nodes_waiting(), second.num_nodes_waiting(), board.waiting()) == (0, 0, (3,)))
+        board.admit(0)
+        wait_for(lambda: first.num_nodes_waiting() == second.num_nodes_waiting() == 1)
+        board.admit(0, yes=False)
+        assert first.num_nodes_waiting() == 0
+        second.leave()
+        wait_for(lambda: first.num_nodes_waiting() > 0)
+        again = [pool.submit(first.next_rendezvous), late]
+        assert {each.result(30).world_size for each in again} == {2}
+    board.end(0, RunError("cannot go on.", field="loss"))
+    with pytest.raises(RunError, match="loss: cannot go on"):
+        second.next_rendezvous()
+    for each in (first, third):
+        each.leave()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("least", 0), ("least", 3), ("devices", 0), ("restarts", -1)], ids=lambda each: str(each)
+)
+def test_numbers_must_make_sense(field: str, value: int) -> None:
+    """Refused before anything starts."""
+    numbers: dict[str, Any] = {"least": 1, "most": 2, "devices": 1, "restarts": 1, field: value}
+    with pytest.raises(DocumentError, match="nodes" if field == "least" else field):
+        NodesPolicy(run_id="r", ranks=(), rendezvous="h:1", **numbers)
+
+
+def test_checkpoints_must_be_kept(tmp_path: Path) -> None:
+    """Without them there is nothing to go on from; and an address must be one."""
+    for folder in (None, str(tmp_path)):
+        with pytest.raises(DocumentError, match="checkpoint_every"):
+            elastic_folder(RunSettings(model="m", checkpoint_dir=folder), "r")
+    assert (endpoint("host:7"), endpoint("host")) == (("host", 7), ("host", 29400))
+    with pytest.raises(PlannerError, match="give HOST:PORT"):
+        endpoint("host:port")
