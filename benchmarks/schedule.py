@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from planner.cli.units import seconds
 from planner.schedule import (
     Durations,
     Objective,
@@ -300,8 +301,8 @@ def speed_table(rows: list[Speed]) -> Iterator[str]:
     yield "|---|---:|---:|---:|---:|---:|---:|"
     for row in rows:
         yield (
-            f"| {row.schedule} | {row.ranks} | {row.micro_batches} | {row.actions} | {row.build_seconds:.2f} s | "
-            f"{row.simulate_seconds:.2f} s | {row.again_seconds:.2f} s |"
+            f"| {row.schedule} | {row.ranks} | {row.micro_batches} | {row.actions} | {seconds(row.build_seconds)} | "
+            f"{seconds(row.simulate_seconds)} | {seconds(row.again_seconds)} |"
         )
 
 
