@@ -15,6 +15,7 @@ from planner.errors import LayoutError
 from planner.schedule import Schedule, build
 from planner.search.dealt import deal
 from planner.spec.cluster import Cluster
+from planner.spec.devices import domain_of
 from planner.spec.job import WHOLE_PARAMETERS, Job
 from planner.spec.layout import Layout
 from planner.spec.plan import RankPlacement
@@ -83,7 +84,8 @@ def layouts(profile: ModelProfile, cluster: Cluster, job: Job) -> Iterator[Layou
             micro_batches = job.global_batch_size // (data * size)
             alone = whole or data * context == 1 or (pipeline > 1 and shares_shards(profile, split))
             zeros = [(0, None)] if alone else list(zero_choices(data * context, expert))
-            for (zero, shards), order in product(zeros, orders(profile, pipeline, micro_batches)):
+            ranks = rank_orders(cluster) if data > 1 and pipeline > 1 else ("tp-cp-dp-pp",)
+            for (zero, shards), rank_order, order in product(zeros, ranks, orders(profile, pipeline, micro_batches)):
                 yield Layout(
                     data_parallel_degree=data,
                     tensor_parallel_degree=tensor,
@@ -94,8 +96,15 @@ def layouts(profile: ModelProfile, cluster: Cluster, job: Job) -> Iterator[Layou
                     micro_batch_size=size,
                     zero_stage=zero,
                     zero_shard_degree=shards,
+                    rank_order=rank_order,
                     **order,
                 )
+
+
+def rank_orders(cluster: Cluster) -> tuple[Any, ...]:
+    """Both, unless all devices reach each other by the same links."""
+    several = cluster.devices > domain_of(cluster.node_groups[0])
+    return ("tp-cp-dp-pp", "tp-cp-pp-dp") if several else ("tp-cp-dp-pp",)
 
 
 def zero_choices(replicas: int, expert: int) -> Iterator[tuple[Any, int | None]]:
@@ -139,10 +148,12 @@ def orders(profile: ModelProfile, pipeline: int, micro_batches: int) -> Iterator
 
 
 def place(layout: Layout, devices_per_node: int) -> tuple[RankPlacement, ...]:
-    """Tensor innermost, then context, data, pipeline; experts over neighbours; ranks fill the nodes in order."""
+    """Tensor innermost, then context, data, pipeline, or pipeline before data; experts over neighbours; ranks fill the
+    nodes in order."""
+    outer = (layout.pipeline_parallel_degree, layout.data_parallel_degree)
+    stands_whole = layout.rank_order == "tp-cp-pp-dp"
     grid = product(
-        range(layout.pipeline_parallel_degree),
-        range(layout.data_parallel_degree),
+        *(range(degree) for degree in (reversed(outer) if stands_whole else outer)),
         range(layout.context_parallel_degree),
         range(layout.tensor_parallel_degree),
     )
@@ -157,7 +168,8 @@ def place(layout: Layout, devices_per_node: int) -> tuple[RankPlacement, ...]:
             context=context,
             expert=(data * layout.context_parallel_degree + context) % layout.expert_parallel_degree,
         )
-        for rank, (pipeline, data, context, tensor) in enumerate(grid)
+        for rank, (first, second, context, tensor) in enumerate(grid)
+        for pipeline, data in [(second, first) if stands_whole else (first, second)]
     )
 
 

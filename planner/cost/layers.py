@@ -60,8 +60,10 @@ class LayoutCosts:
         return _counted(self.alike)
 
     @cached_property
-    def _links(self) -> tuple[Link, ...]:
+    def links(self) -> tuple[Link, ...]:
         """Behind every pipeline rank but the last."""
+        if self.boundary_links:
+            return self.boundary_links
         work, boundaries = self.work, range(self.layout.pipeline_parallel_degree - 1)
         crossed = [boundary_crosses_nodes(self.layout, s, work.domain_devices) for s in boundaries]
         return tuple(work.inter_node if crosses and work.inter_node else work.intra_node for crosses in crossed)
@@ -84,7 +86,7 @@ class LayoutCosts:
 
     def transfers_behind(self, boundary: int) -> tuple[int, ...]:
         """`transfer_ticks` of every layer that may be the stage's last."""
-        links, between = self.boundary_links or self._links, self.work.inter_node
+        links, between = self.links, self.work.inter_node
         if self.layout.virtual_stages_per_rank == 1:
             return self._transfers(links[boundary])
         crosses = any(link is between for link in links)

@@ -1,14 +1,15 @@
-"""Which ways to share out ZeRO's states are worth a look: those of a family that no other one dominates.
+"""Which ways to share out ZeRO's states, and orders of the ranks, are worth a look: those of a family that no other
+one dominates.
 
-Layouts that differ in z and k alone, the ZeRO stage and the ranks that share out its states:
+Layouts that differ in z and k alone, the ZeRO stage and the ranks that share out its states, and in the order of ranks:
 
     (H1)  a rank holds ceil(x / k) of what is shared out, so no less in smaller groups, and as much of all else; so
           where stage z does not fit in groups of k, it fits in no smaller ones                  -> worth_pricing()
           (what a rank spares of parameters that layers share is rounded down: such models are not cut short)
-    (H2)  a is dominated by b where every layer and mode takes the same ticks forward and backward, and OGP and the
-          tails of all ranks are no less under a. For then any stage map ends its actions at the same time (S2), and a
-          step is the greatest end + tail; and the dealt map, which depends on these ticks alone (E1), is the same
-                                                                                                     -> dominates()
+    (H2)  a is dominated by b where every layer and mode takes the same ticks forward and backward, and OGP, the tails
+          of all ranks and the transfers between stages are no less under a. For then no stage map ends its actions
+          sooner (S2), and a step is the greatest end + tail; and the dealt map, which depends on these ticks alone
+          (E1), is the same                                                                          -> dominates()
     (H3)  the tail of a rank is latency + max(first reduction, all reductions - what can be hidden) + updates, by (S3)
           and (S5); what can be hidden depends on forward and backward, and is no less with ZeRO than without. So no
           tail is less where no reduction is, and no update, and the latency that a spares is no more than what any
@@ -21,40 +22,47 @@ ZeRO 1 is what (H2) is for: there k changes the tails alone, and smaller groups 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
 
 from planner.cost import LayerCost, LayoutCosts, Workload, layout_costs
 from planner.search.bounds import may_fit
 from planner.search.segments import LayerModes, allowed_modes
 from planner.search.space import Family, Zero
+from planner.spec.cluster import Link
+from planner.spec.layout import RankOrder
 from planner.spec.profile import RecomputeMode
 
-Priced = tuple[int, Zero, LayoutCosts, tuple[LayerModes, ...]]
-"""Place in the family, what it is, its costs, and the choices of every layer."""
+Priced = tuple[int, tuple[Zero, RankOrder], LayoutCosts, tuple[LayerModes, ...]]
+"""Place among the family's ways, what it is, its costs, and the choices of every layer."""
 
 
 def worth_opening(work: Workload, family: Family, wish: tuple[str, ...]) -> list[Priced]:
     """Every way to share out the states that may fit with one micro-batch in flight, and that none dominates."""
     kept: list[Priced] = []
     for one in worth_pricing(work, family, wish):
-        if not any(each[1].stage == one[1].stage and dominates(each[2], one[2]) for each in kept):
+        if not any(_stage(each) == _stage(one) and dominates(each[2], one[2]) for each in kept):
             kept.append(one)
-    for plain, sharded in pairwise(kept):
-        if plain[1].stage == 0 and sharded[1].stage == 1 and dominates(sharded[2], plain[2], strictly=True):
-            kept.remove(plain)
-    return kept
+    sharded = [one for one in kept if _stage(one) == 1]
+
+    def is_beaten(plain: Priced) -> bool:
+        return _stage(plain) == 0 and any(dominates(each[2], plain[2], strictly=True) for each in sharded)
+
+    return [one for one in kept if not is_beaten(one)]
+
+
+def _stage(one: Priced) -> int:
+    return one[1][0].stage
 
 
 def worth_pricing(work: Workload, family: Family, wish: tuple[str, ...]) -> Iterator[Priced]:
     """Those that may fit, larger groups first: equation (H1)."""
     overflows = set()
-    for place, zero in enumerate(family.zeros):
+    for place, (zero, rank_order) in enumerate(family.ways):
         if zero.stage in overflows:
             continue
-        costs = layout_costs(work, family.layout(zero, family.orders[0]))
+        costs = layout_costs(work, family.layout(zero, family.orders[0], rank_order))
         modes = allowed_modes(costs, wish)
         if may_fit(costs, modes, (1,) * family.pipeline):
-            yield place, zero, costs, modes
+            yield place, (zero, rank_order), costs, modes
         elif not costs.shared:
             overflows.add(zero.stage)
 
@@ -70,7 +78,7 @@ def dominates(better: LayoutCosts, worse: LayoutCosts, *, strictly: bool = False
     if better.columns or better.ranks:  # the costs of the whole are bounds only: every rank has its own
         parts = zip(better.columns or better.ranks, worse.columns or worse.ranks, strict=True)
         return all(dominates(*pair, strictly=strictly) for pair in parts)
-    if better.shared:
+    if better.shared or not all(map(_no_slower, better.links, worse.links)):
         return False
     pairs = {(id(a), id(b)): (a, b) for a, b in zip(worse.layers, better.layers, strict=True)}
     longer = [_longer(*pair, costs=worse) for pair in pairs.values()]
@@ -79,6 +87,12 @@ def dominates(better: LayoutCosts, worse: LayoutCosts, *, strictly: bool = False
     least = min(each for each in longer if each is not None)
     gained = better.reduction_latency_ticks - worse.reduction_latency_ticks
     return least >= gained and (not strictly or any(longer) or gained < 0)
+
+
+def _no_slower(better: Link, worse: Link) -> bool:
+    """Between two stages."""
+    faster = better.bandwidth_bytes_per_second >= worse.bandwidth_bytes_per_second
+    return better is worse or (faster and better.latency_seconds <= worse.latency_seconds)
 
 
 def _longer(

@@ -41,7 +41,7 @@ from planner.search.result import Callbacks, Candidate, Progress
 from planner.search.segments import LayerModes, allowed_modes, uniform_modes
 from planner.search.sharding import worth_opening
 from planner.search.space import Family, Order, Space, Zero, recompute_wish
-from planner.spec.layout import Layout, RecomputeWord, ZeroStage
+from planner.spec.layout import Layout, RankOrder, RecomputeWord, ZeroStage
 from planner.spec.plan import Options, SearchReport
 
 _OPTIMAL_GAP = 1e-6
@@ -57,15 +57,16 @@ _NEAREST = 8
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The layouts of a family that share out states in one way: their layers cost the same."""
+    """The layouts of a family that share out states and stand on the devices in one way: their layers cost the same."""
 
     family: Family
     zero: Zero
+    rank_order: RankOrder
     costs: LayoutCosts
 
     def costs_of(self, order: Order) -> LayoutCosts:
         """The costs of one of them."""
-        return self.costs.under(self.family.layout(self.zero, order))
+        return self.costs.under(self.family.layout(self.zero, order, self.rank_order))
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,9 +320,9 @@ def take_up(state: State, one: Open) -> Iterator[Open]:
 def _groups(state: State, one: Open, family: Family) -> Iterator[Open]:
     """Every way to share out states that is worth a look: equation (F5)."""
     stages: dict[ZeroStage, list[Open]] = {}
-    for place, zero, costs, modes in worth_opening(state.work, family, state.wish):
+    for place, (zero, rank_order), costs, modes in worth_opening(state.work, family, state.wish):
         bound = max(one.bound_ticks, any_order_bound(costs, modes))
-        found = Open(bound, (*one.order, place), Group(family, zero, costs))
+        found = Open(bound, (*one.order, place), Group(family, zero, rank_order, costs))
         stages.setdefault(zero.stage, []).append(found)
         yield found
     for groups in stages.values():

@@ -10,8 +10,8 @@
 (D5)  optimizers that update whole matrices (Adafactor, Muon) take no tensor and expert parallelism and no ZeRO; ZeRO
       neither parameters that stages share shards of                                                   -> families()
 (D6)  within a family: every ZeRO stage, every order of the micro-batches                              -> Family
-(D9)  the order of the ranks is the default one, unless the job asks for the other; a heterogeneous cluster takes both,
-      and shares of micro-batches by the speed of the devices                           -> planner.search.standing
+(D9)  both orders of the ranks, where they differ; on a heterogeneous cluster, shares of micro-batches by the speed of
+      the devices                                                                       -> planner.search.standing
 (D8)  ZeRO's states are shared out by all data- and context-parallel ranks, or by groups of k of them: k divides their
       number, and is a multiple of the expert degree, so that every group holds all experts       -> _zeros()
 (D7)  orders: schedules whose partition and recomputation are searched (`BOUNDED`), and those that take the stage map
@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 from planner.cost import Workload
@@ -118,21 +119,21 @@ class Family:
         return self.standing.micro_batches
 
     @property
-    def rank_order(self) -> RankOrder:
-        """Of all its layouts."""
-        return self.standing.rank_order
-
-    @property
     def count(self) -> int:
         """Number of layouts."""
-        return len(self.zeros) * len(self.orders)
+        return len(self.ways) * len(self.orders)
+
+    @property
+    def ways(self) -> tuple[tuple[Zero, RankOrder], ...]:
+        """To share out states and to stand on the devices: layouts of one way cost the same, layer by layer."""
+        return tuple(product(self.zeros, self.standing.rank_orders))
 
     @property
     def leanest(self) -> tuple[Zero, ...]:
         """Of every stage the one that needs least memory, the leanest first."""
         return tuple({zero.stage: zero for zero in reversed(self.zeros)}.values())
 
-    def layout(self, zero: Zero, order: Order) -> Layout:
+    def layout(self, zero: Zero, order: Order, rank_order: RankOrder | None = None) -> Layout:
         """One of them. Its parts are valid by construction, so pydantic need not look at them again."""
         return Layout.model_construct(
             data_parallel_degree=self.data,
@@ -147,7 +148,7 @@ class Family:
             micro_batch_size=self.micro_batch_size,
             schedule=order.schedule,
             sequence_chunks=1,
-            rank_order=self.standing.rank_order,
+            rank_order=rank_order or self.standing.rank_orders[0],
             micro_batch_shares=self.standing.shares,
             recompute=order.recompute,
         )
@@ -182,8 +183,8 @@ def space_of(work: Workload) -> Space:
 def layouts(work: Workload) -> Iterator[Layout]:
     """Every layout of the space, one by one."""
     for family in space_of(work).families:
-        for zero in family.zeros:
-            yield from (family.layout(zero, order) for order in family.orders)
+        for zero, rank_order in family.ways:
+            yield from (family.layout(zero, order, rank_order) for order in family.orders)
 
 
 def check_constraints(job: Job) -> None:
@@ -359,7 +360,6 @@ _FIELDS = {
     "expert_parallel_degree": "expert",
     "micro_batch_size": "micro_batch_size",
     "sequence_parallel": "sequence_parallel",
-    "rank_order": "rank_order",
 }
 """Layout fields in which a family agrees, and their names there."""
 

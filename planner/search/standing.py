@@ -1,7 +1,7 @@
 """How the ranks of given degrees can stand on a cluster, and how many micro-batches each data rank takes.
 
-(D9)  devices that are alike: the default order of ranks, or the one that the job asks for; equal shares, so that
-      data x micro-batch size divides the global batch
+(D9)  devices that are alike: both orders of ranks, unless they all lie in one domain, or there is one stage or one
+      data rank, where both cost the same; equal shares, so that data x micro-batch size divides the global batch
 (D10) a heterogeneous cluster: both orders, as far as every cell stands in one node group; where data ranks stand on
       different node groups, shares by (V7), at least one micro-batch each             -> planner.cost.mixed
 (D11) with f(l, g), b(l, g) the ticks of layer l on node group g, alone and cheapest, w their sum, W(g) the sum of w
@@ -40,7 +40,8 @@ class Standing(NamedTuple):
 
     micro_batches: int
     """Of a data-parallel rank and step; of the one that has most."""
-    rank_order: RankOrder = "tp-cp-dp-pp"
+    rank_orders: tuple[RankOrder, ...] = ("tp-cp-dp-pp",)
+    """Those to choose from."""
     shares: tuple[int, ...] | None = None
     """`Layout.micro_batch_shares`."""
     are_alike: bool = True
@@ -98,13 +99,14 @@ def standings_of(
         speeds: of a heterogeneous cluster's node groups.
     """
     data, _, pipeline, _, _ = degrees
-    permitted = [order for order in RANK_ORDERS if allows(constraint, order)]
-    if pipeline == 1 or data == 1:  # both orders are the same
+    permitted = tuple(order for order in RANK_ORDERS if allows(constraint, order))
+    is_one_domain = not work.groups and work.devices <= work.domain_devices
+    if pipeline == 1 or data == 1 or is_one_domain:  # both orders cost the same
         permitted = permitted[:1]
     batch = work.job.global_batch_size
     if speeds is None:
-        orders = permitted if constraint is not None else permitted[:1]
-        yield from (Standing(batch // (data * size), order) for order in orders if batch % (data * size) == 0)
+        if permitted and batch % (data * size) == 0:
+            yield Standing(batch // (data * size), permitted)
     elif batch % size == 0:
         for order in permitted:
             yield from _on_groups(work, degrees, batch // size, order, speeds)
@@ -126,12 +128,12 @@ def _on_groups(work: Workload, degrees: Degrees, count: int, order: RankOrder, s
     ticks = {row: speeds.ticks(row) for row in set(rows)}
     if len(ticks) == 1:
         if count % data == 0:
-            yield Standing(count // data, order, least_ticks=speeds.least(rows[0], count // data))
+            yield Standing(count // data, (order,), least_ticks=speeds.least(rows[0], count // data))
     elif expert == 1:
         shares = _shares(tuple(ticks[row] for row in rows), count, pipeline - 1)
         if min(shares) > 0:
             least = max(speeds.least(*each) for each in set(zip(rows, shares, strict=True)))
-            yield Standing(max(shares), order, shares, are_alike=False, least_ticks=least)
+            yield Standing(max(shares), (order,), shares, are_alike=False, least_ticks=least)
 
 
 _shares = lru_cache(maxsize=1024)(fair_shares)
