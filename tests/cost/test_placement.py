@@ -9,9 +9,13 @@ from hypothesis import strategies as st
 from planner.cost.communication import Group
 from planner.cost.placement import (
     boundary_crosses_nodes,
+    communicators,
     placement,
     stage_ranks,
+    widest_copies_group,
     widest_data_group,
+    widest_expert_shard_group,
+    widest_shard_group,
     widest_tensor_group,
 )
 from planner.spec.layout import Layout
@@ -69,6 +73,55 @@ def test_widest_groups(degrees: tuple[int, int, int], per_node: int, tensor_grou
     one = layout(*degrees)
     assert widest_tensor_group(one, per_node) == tensor_group
     assert widest_data_group(one, per_node) == data_group
+
+
+@pytest.mark.parametrize(
+    ("shards", "expert", "per_node", "shard_group", "expert_shard_group", "copies_group"),
+    [
+        (4, 1, 4, Group(4, 1, 4), Group(4, 1, 4), Group(4, 4, 1)),
+        (8, 2, 4, Group(8, 2, 4), Group(4, 2, 2), Group(2, 2, 1)),
+        (2, 2, 8, Group(2, 1, 2), Group(1, 1, 1), Group(8, 2, 4)),
+        (None, 4, 4, Group(16, 4, 4), Group(4, 4, 1), Group(1, 1, 1)),
+    ],
+)
+def test_groups_that_share_out_states(
+    shards: int | None,
+    expert: int,
+    per_node: int,
+    shard_group: Group,
+    expert_shard_group: Group,
+    copies_group: Group,
+) -> None:
+    """Neighbours share the states out, one rank of each group keeps the same part: every rank once in each kind."""
+    one = Layout(
+        data_parallel_degree=8,
+        context_parallel_degree=2,
+        expert_parallel_degree=expert,
+        zero_stage=1,
+        zero_shard_degree=shards,
+    )
+    assert widest_shard_group(one, per_node) == shard_group
+    assert widest_expert_shard_group(one, per_node) == expert_shard_group
+    assert widest_copies_group(one, per_node) == copies_group
+    for name, found in (("shard", shard_group), ("expert_shard", expert_shard_group), ("copies", copies_group)):
+        members = list(communicators(one, name, 0))
+        assert sorted(rank for ranks in members for rank in ranks) == list(range(16))
+        assert {len(ranks) for ranks in members} == {found.ranks}
+
+
+def test_groups_of_pipelines_one_behind_the_other() -> None:
+    """Under ``tp-cp-pp-dp`` neighbours among the replicas stand two ranks apart when there are two stages."""
+    one = Layout(
+        data_parallel_degree=8,
+        pipeline_parallel_degree=2,
+        zero_stage=1,
+        zero_shard_degree=4,
+        rank_order="tp-cp-pp-dp",
+    )
+    assert list(communicators(one, "shard", 1)) == [(1, 3, 5, 7), (9, 11, 13, 15)]
+    assert list(communicators(one, "copies", 0)) == [(0, 8), (2, 10), (4, 12), (6, 14)]
+    assert widest_shard_group(one, 4) == Group(4, 2, 2)
+    assert widest_copies_group(one, 4) == Group(2, 2, 1)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ FIELDS = (
     "micro_batch_size",
     "virtual_stages_per_rank",
     "zero_stage",
+    "zero_shard_degree",
 )
 DEGREES = st.sampled_from([1, 2, 3, 4, 8])
 CONSTRAINTS = st.one_of(
@@ -69,14 +70,14 @@ def test_degrees_and_sizes(instance: Instance, wishes: dict[str, Any]) -> None:
     """Whole-numbered fields fixed, listed or bounded: the least of the layouts that are left, or a refusal of what the
     optimizer cannot do."""
     whole = instance.job.optimizer in WHOLE_PARAMETERS
-    plain = {"tensor_parallel_degree": 1, "zero_stage": 0} if whole else {}
+    plain = {"tensor_parallel_degree": 1, "zero_stage": 0, "zero_shard_degree": 1} if whole else {}
     if any(not permits(wish, plain[field]) for field, wish in wishes.items() if field in plain):
         with pytest.raises(UnsupportedError, match=instance.job.optimizer):
             ask(instance, **wishes)
         return
     found, priced = ask(instance, **wishes)
     allowed = [
-        one for one in priced if all(permits(wish, getattr(one.layout, field)) for field, wish in wishes.items())
+        one for one in priced if all(permits(wish, one.layout.constrained(field)) for field, wish in wishes.items())
     ]
     expect_best(found, allowed, instance)
 
