@@ -15,9 +15,7 @@ P ranks, V stages per rank, S = P V stages, units of P micro-batches; uniform f 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from planner.schedule.actions import Action, ActionKind
+from planner.schedule.actions import Action, ActionKind, actions_of
 from planner.schedule.entry import ScheduleEntry, Shape, needs_even, wave_placement
 
 
@@ -28,18 +26,15 @@ def check(shape: Shape) -> None:
 
 def rank_actions(shape: Shape, rank: int) -> tuple[Action, ...]:
     """The rank's actions by slot."""
-    return tuple(action for _, action in sorted(_slots(shape, rank)))
-
-
-def _slots(shape: Shape, rank: int) -> Iterator[tuple[int, Action]]:
     owners = wave_placement(shape)
     turn = 2 * len(owners)
+    first = [turn * (each // shape.ranks) + 2 * (each % shape.ranks) for each in range(shape.micro_batches)]
+    by_slot: dict[int, Action] = {}
     for stage in (stage for stage, owner in enumerate(owners) if owner == rank):
-        for micro_batch in range(shape.micro_batches):
-            unit, place = divmod(micro_batch, shape.ranks)
-            first = turn * unit + 2 * place
-            yield first + stage, Action(stage, ActionKind.FORWARD, micro_batch)
-            yield first + turn - 1 - stage, Action(stage, ActionKind.BACKWARD, micro_batch)
+        units = [(stage, micro_batch) for micro_batch in range(shape.micro_batches)]
+        for kind, slot in ((ActionKind.FORWARD, stage), (ActionKind.BACKWARD, turn - 1 - stage)):
+            by_slot.update(zip([each + slot for each in first], actions_of(kind, units), strict=True))
+    return tuple(map(by_slot.__getitem__, sorted(by_slot)))
 
 
 HANAYO = ScheduleEntry(
