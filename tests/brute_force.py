@@ -27,6 +27,8 @@ from planner.validate.prediction import StepCheck
 from planner.validate.prices import Prices
 
 StageMap = tuple[tuple[tuple[int, RecomputeMode], ...], ...]
+Split = tuple[int, int, int, int, bool]
+"""Micro-batch size, tensor, context and expert degree, sequence parallelism."""
 PARTITIONED = ("gpipe", "1f1b")
 """Schedules whose stage map is free; the others take the one of the rule (E1), (E2)."""
 DEALT = (
@@ -40,6 +42,8 @@ DEALT = (
     "zb-v",
     "hanayo",
 )
+CHUNKED = ("seqpipe", "seqvpp", "seqsmartvpp")
+"""Of sequences in several chunks."""
 SPLIT = ("zb-h1", "zb-h1-fused", "zb-h2", "zb-v")
 """Of them, those with I and W: the executor does not recompute under them."""
 MOST_VIRTUAL_STAGES = 8
@@ -85,7 +89,12 @@ def layouts(profile: ModelProfile, cluster: Cluster, job: Job) -> Iterator[Layou
             alone = whole or data * context == 1 or (pipeline > 1 and shares_shards(profile, split))
             zeros = [(0, None)] if alone else list(zero_choices(data * context, expert))
             ranks = rank_orders(cluster) if data > 1 and pipeline > 1 else ("tp-cp-dp-pp",)
-            for (zero, shards), rank_order, order in product(zeros, ranks, orders(profile, pipeline, micro_batches)):
+            plain = orders(profile, pipeline, micro_batches, DEALT, 1)
+            ways = [*product(zeros, ({"schedule": name} for name in PARTITIONED)), *product(zeros, plain)]
+            for chunks in chunk_counts(profile, job, split, set.intersection(*rows)):
+                cut = orders(profile, pipeline, micro_batches, CHUNKED, chunks)
+                ways += product((each for each in zeros if each[0] < 2), cut)
+            for ((zero, shards), order), rank_order in product(ways, ranks):
                 yield Layout(
                     data_parallel_degree=data,
                     tensor_parallel_degree=tensor,
@@ -114,13 +123,13 @@ def zero_choices(replicas: int, expert: int) -> Iterator[tuple[Any, int | None]]
     yield from product((1, 2, 3), (None, *groups))
 
 
-def split_of(row: Measurement) -> tuple[int, int, int, int, bool]:
+def split_of(row: Measurement) -> Split:
     """What splits the layer that a row tells of."""
     degrees = (row.tensor_parallel_degree, row.context_parallel_degree, row.expert_parallel_degree)
     return (row.micro_batch_size, *degrees, row.sequence_parallel)
 
 
-def shares_shards(profile: ModelProfile, split: tuple[int, int, int, int, bool]) -> bool:
+def shares_shards(profile: ModelProfile, split: Split) -> bool:
     """Does some user of a shared parameter hold fewer elements than it has?"""
     for shared in profile.shared_parameters:
         for user in (one for one in profile.layers if one.name in shared.layers):
@@ -131,20 +140,32 @@ def shares_shards(profile: ModelProfile, split: tuple[int, int, int, int, bool])
     return False
 
 
-def orders(profile: ModelProfile, pipeline: int, micro_batches: int) -> Iterator[dict[str, Any]]:
-    """Schedule, stages per rank and recomputation that so many ranks and micro-batches take."""
-    yield from ({"schedule": name} for name in PARTITIONED)
+def chunk_counts(profile: ModelProfile, job: Job, split: Split, known: set[Split]) -> list[int]:
+    """Sequence chunks, where the profile shows that sequences can be cut, and what every kernel takes of them."""
+    rows = [row for one in profile.layers for row in one.measurements if split_of(row) == split]
+    kinds = {operation.kind for row in rows for operation in row.operations}
+    told = "attention" in kinds and all(row.operations for row in rows if row.forward_flops)
+    if split[4] or not told or not any(context > 1 for _, _, context, _, _ in known):
+        return []
+    return [chunks for chunks in (2, 4, 8) if job.sequence_length % (chunks * split[2]) == 0]
+
+
+def orders(
+    profile: ModelProfile, pipeline: int, micro_batches: int, names: tuple[str, ...], chunks: int
+) -> Iterator[dict[str, Any]]:
+    """Schedule, stages per rank and recomputation that so many ranks, micro-batches and chunks take."""
     offered = {row.recompute for layer in profile.layers for row in layer.measurements}
-    for name, virtual in product(DEALT, range(1, MOST_VIRTUAL_STAGES + 1)):
+    for name, virtual in product(names, range(1, MOST_VIRTUAL_STAGES + 1)):
         if pipeline == 1 or pipeline * virtual > len(profile.layers):
             continue
         try:
-            build(name, ranks=pipeline, micro_batches=micro_batches, virtual_stages=virtual)
+            build(name, ranks=pipeline, micro_batches=micro_batches, virtual_stages=virtual, sequence_chunks=chunks)
         except LayoutError:
             continue
         for mode in _MODES:
             if mode == "none" or (mode in offered and name not in SPLIT):
-                yield {"schedule": name, "virtual_stages_per_rank": virtual, "recompute": mode}
+                order = {"schedule": name, "virtual_stages_per_rank": virtual, "recompute": mode}
+                yield order | {"sequence_chunks": chunks}
 
 
 def place(layout: Layout, devices_per_node: int) -> tuple[RankPlacement, ...]:
@@ -209,6 +230,7 @@ def price(known: Facts) -> Iterator[Priced]:
         ranks=layout.pipeline_parallel_degree,
         micro_batches=known.micro_batches,
         virtual_stages=layout.virtual_stages_per_rank,
+        sequence_chunks=layout.sequence_chunks,
     )
     actions = parse(schedule.to_text())
     is_free = layout.schedule in PARTITIONED

@@ -7,10 +7,11 @@ import shutil
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-# No deadline: a test says what is true, not how fast this machine is. Derandomised: a red test stays red.
-settings.register_profile("house", deadline=None, derandomize=True)
+# No deadline and no check of speed: a test says what is true, not how fast this machine is. Derandomised: a red test
+# stays red.
+settings.register_profile("house", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("house")
 
 

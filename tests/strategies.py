@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from planner.spec.cluster import Cluster
 from planner.spec.job import Job
-from planner.spec.profile import Collective, LayerProfile, Measurement, ModelProfile
+from planner.spec.profile import Collective, LayerProfile, Measurement, ModelProfile, Operation
 from tests.builders import Draft, cluster, job, link, profile
 
 _MODES = (("none",), ("none",), ("none", "full"), ("none", "selective", "full"))
@@ -91,8 +91,23 @@ def models(draw: st.DrawFn, most_layers: int = 8) -> ModelProfile:
     told_for = draw(st.sampled_from((0, 0, 7, 4096)))
     longer = tuple(edge.model_copy(update={"sequence_length": told_for}) for edge in found.edges)
     split = draw(st.sampled_from((None, None, "sequence", "context", "expert")))
-    more = tuple(also_split(layer, split) for layer in found.layers) if split else found.layers
+    told = tuple(map(with_operations, found.layers)) if split == "context" else found.layers
+    more = tuple(also_split(layer, split) for layer in told) if split else told
     return found.model_copy(update={"edges": longer, "layers": more})
+
+
+def with_operations(layer: LayerProfile) -> LayerProfile:
+    """The layer with rows that list kernels: attention, and a product that reads its weights again for every chunk."""
+
+    def kernels(row: Measurement) -> tuple[Operation, ...]:
+        attention, product = row.forward_flops // 3, row.forward_flops - row.forward_flops // 3
+        return (
+            Operation(kind="attention", count=1, flops=attention, bytes=61),
+            Operation(kind="matmul", count=1, flops=product, bytes=401, m=8, n=3, k=5),
+        )
+
+    rows = tuple(row.model_copy(update={"operations": kernels(row)}) for row in layer.measurements)
+    return layer.model_copy(update={"measurements": rows})
 
 
 def also_split(layer: LayerProfile, how: str) -> LayerProfile:

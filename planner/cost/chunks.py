@@ -1,4 +1,4 @@
-"""Sequence chunks: what of a micro-batch's time and bytes belongs to each of them.
+"""Sequence chunks: what they cost besides, and what of a micro-batch's time and bytes belongs to each of them.
 
 (Q1)  attention's part a of a sum x, by its share of the FLOPs: a of the forward's n; of the input gradient 2.5 a of
       (n - a) + 2.5 a (Dao, FlashAttention-2, section 3.1); of the forward that runs again, a of n
@@ -12,7 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.spec.profile import Measurement
+from planner.cost.compute import Computation, computation
+from planner.spec.calibration import Constants
+from planner.spec.cluster import DeviceSpec
+from planner.spec.profile import BYTES_PER_ELEMENT, DataType, Measurement, Operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,45 @@ class AttentionPart:
 NO_ATTENTION = AttentionPart()
 
 
+def in_chunks(row: Measurement, device: DeviceSpec, dtype: DataType, constants: Constants, chunks: int) -> Computation:
+    """Seconds of a row, all chunks of its micro-batch together: equation (Q3)."""
+    whole = computation(row, device, dtype, constants)
+    if chunks == 1 or not row.operations or dtype not in device.peak_flops_per_second:
+        return whole
+    told = row.model_copy(update={"forward_seconds": None})
+    of_chunk = told.model_copy(
+        update={
+            "operations": tuple(_on_chunk(one, dtype, chunks) for one in row.operations),
+            "recompute_operations": tuple(_on_chunk(one, dtype, chunks) for one in row.recompute_operations),
+        }
+    )
+    before = computation(told, device, dtype, constants)
+    after = computation(of_chunk, device, dtype, constants)
+    return Computation(
+        forward_seconds=_grown(whole.forward_seconds, before.forward_seconds, chunks * after.forward_seconds),
+        backward_input_seconds=_grown(
+            whole.backward_input_seconds, before.backward_input_seconds, chunks * after.backward_input_seconds
+        ),
+        backward_weight_seconds=_grown(
+            whole.backward_weight_seconds, before.backward_weight_seconds, chunks * after.backward_weight_seconds
+        ),
+        recompute_seconds=_grown(whole.recompute_seconds, before.recompute_seconds, chunks * after.recompute_seconds),
+    )
+
+
+def _grown(seconds: float, before: float, after: float) -> float:
+    return seconds * (after / before) if before else seconds
+
+
+def _on_chunk(one: Operation, dtype: DataType, chunks: int) -> Operation:
+    """The operation on one chunk's tokens."""
+    of_tokens: float = one.bytes
+    if one.kind == "matmul" and one.m:
+        of_tokens = min(one.bytes, BYTES_PER_ELEMENT[dtype] * one.batch * one.m * (one.k + one.n))
+    moved = one.bytes - of_tokens + of_tokens / chunks
+    return one.model_copy(update={"flops": one.flops / chunks, "bytes": moved, "m": one.m / chunks})
+
+
 def attention_part(
     row: Measurement, plain: Measurement, forward_ticks: int, input_ticks: int, recompute_ticks: int
 ) -> AttentionPart:
@@ -42,13 +84,14 @@ def attention_part(
     """
     attention = [operation for operation in plain.operations if operation.kind == "attention"]
     flops, whole = sum(each.count * each.flops for each in attention), plain.forward_flops
+    moved = sum(each.count * each.bytes for each in attention)
     if not flops:
-        return NO_ATTENTION
+        return AttentionPart(bytes=moved)
     again = recompute_ticks * flops // whole if row.recompute == "full" else 0
     return AttentionPart(
         forward_ticks=forward_ticks * flops // whole,
         backward_ticks=input_ticks * 5 * flops // (2 * (whole - flops) + 5 * flops) + again,
-        bytes=sum(each.count * each.bytes for each in attention),
+        bytes=moved,
     )
 
 

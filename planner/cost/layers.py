@@ -122,7 +122,7 @@ def priced(work: Workload, layout: Layout, groups: Groups, *, network: Link | No
     micro_batches = layout.micro_batches(work.job.global_batch_size)
     rows = _rows(work, layout)
     alike = work.alike(rows)
-    known = known_prices(work, groups)
+    known = known_prices(work, groups, layout.sequence_chunks)
     distinct: dict[int, dict[RecomputeMode, LayerCost]] = {}
     for index, _ in _counted(alike):
         plain = rows[index][modes_of(rows[index])[0]]

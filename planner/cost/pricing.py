@@ -30,9 +30,9 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from planner.cost.chunks import NO_ATTENTION, AttentionPart, attention_part
+from planner.cost.chunks import NO_ATTENTION, AttentionPart, attention_part, in_chunks
 from planner.cost.communication import Group, collective_seconds
-from planner.cost.compute import Computation, computation
+from planner.cost.compute import Computation
 from planner.cost.groups import Groups
 from planner.cost.ticks import ticks
 from planner.cost.workload import Workload, modes_of
@@ -141,17 +141,19 @@ class _Held(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What has been priced already with the same tensor-, context- and expert-parallel groups, by the identity of a
-    measurement row: rows know their micro-batch size and what splits the layer, nothing else matters to it."""
+    """What has been priced already with the same tensor-, context- and expert-parallel groups and sequence chunks, by
+    the identity of a measurement row: rows know their micro-batch size and what splits the layer, nothing else
+    matters to it."""
 
     spent: dict[int, _Spent] = field(default_factory=dict)
     whole: dict[tuple[int, int], _Whole] = field(default_factory=dict)
     """By the layer's parameters, too."""
 
 
-def known_prices(work: Workload, groups: Groups) -> Known:
-    """What has been priced already of a workload with these communicators; kept as long as the workload."""
-    key = (groups.tensor, groups.context, groups.expert)
+def known_prices(work: Workload, groups: Groups, chunks: int) -> Known:
+    """What has been priced already of a workload with these communicators and sequence chunks; kept as long as the
+    workload."""
+    key = (groups.tensor, groups.context, groups.expert, chunks)
     if key not in work.spent:
         work.spent[key] = Known()
     found: Known = work.spent[key]
@@ -258,7 +260,8 @@ class LayerPricing:
         )
 
     def _computation(self, row: Measurement) -> Computation:
-        return computation(row, self.work.device, self.work.profile.dtype, self.work.constants)
+        work = self.work
+        return in_chunks(row, work.device, work.profile.dtype, work.constants, self.layout.sequence_chunks)
 
     def _local_parameters(self) -> ParameterCount:
         """On one rank of the tensor-parallel group."""
@@ -273,7 +276,7 @@ class LayerPricing:
         overhead = 1 + self.work.device.allocation_overhead
         return math.ceil(size_bytes * overhead * self.work.constants.allocated_factor)
 
-    def _collective_seconds(self, operation: CollectiveName, size_bytes: int, group: Group) -> float:
+    def _collective_seconds(self, operation: CollectiveName, size_bytes: float, group: Group) -> float:
         work = self.work
         if group.ranks == 1:
             return 0.0
@@ -288,9 +291,13 @@ class LayerPricing:
         return -(-(size_bytes - experts) // self.groups.shard.ranks) - (-experts // self.groups.expert_shard.ranks)
 
     def _exchange_ticks(self, row: Measurement, phase: str) -> int:
+        """Of a whole micro-batch: equation (Q4)."""
+        chunks = self.layout.sequence_chunks
         return ticks(
             sum(
-                one.count * self._collective_seconds(one.operation, one.bytes, getattr(self.groups, one.group))
+                one.count
+                * chunks
+                * self._collective_seconds(one.operation, one.bytes / chunks, getattr(self.groups, one.group))
                 for one in row.collectives
                 if one.phase == phase
             )

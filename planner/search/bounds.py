@@ -16,7 +16,8 @@ forward ticks f, cheapest backward ticks b, and W = sum of f + b over all layers
           every k (the pigeonhole bound of P || Cmax: Dell'Amico, Martello 1995)             -> Totals.fullest()
 
     (B4)  T >= sum of f + b - w over all layers, w the weight gradient: one micro-batch goes down and up, and a schedule
-          that splits the backward lets nobody wait for w                                        -> any_order_bound()
+          that splits the backward lets nobody wait for w; with Q sequence chunks the first one goes down and up, which
+          is C(1) of (Q2)                                                                        -> any_order_bound()
 
 They are cheap and weak; a layout that they leave open is bounded over its segments next (`planner.search.paths`).
 """
@@ -76,7 +77,7 @@ class Totals:
         """Identical layers share their choices, and are looked at once."""
         distinct = {id(options): options for options in modes}
         counted = [(distinct[key], count) for key, count in Counter(map(id, modes)).items()]
-        works = [work_of(options) for options, _ in counted]
+        works = [work_of(options, costs.layout.sequence_chunks) for options, _ in counted]
         tails = [options[0].reduction_ticks + options[0].optimizer_ticks for options, _ in counted]
         kinds = tuple((work, tail, count) for (work, _), tail, (_, count) in zip(works, tails, counted, strict=True))
         spared = [(len(shared.layers) - 1, shared) for shared in costs.shared]
@@ -114,10 +115,21 @@ class Totals:
         return int((totals[stops] - totals[stops - held]).max()) - self.spared_ticks
 
 
-def work_of(options: Iterable[LayerCost]) -> tuple[int, int]:
+def work_of(options: Iterable[LayerCost], chunks: int = 1) -> tuple[int, int]:
     """Fewest ticks of a layer for one micro-batch: of all its work, and of what the layers before it wait for."""
-    work = min(cost.forward_ticks + cost.backward_ticks for cost in options)
-    return work, min(cost.forward_ticks + cost.backward_ticks - cost.backward_weight_ticks for cost in options)
+    choices = list(options)
+    work = min(cost.forward_ticks + cost.backward_ticks for cost in choices)
+    return work, min(sum(first_chunk(cost, chunks)[:2]) - first_chunk(cost, chunks)[2] for cost in choices)
+
+
+def first_chunk(cost: LayerCost, chunks: int) -> tuple[int, int, int]:
+    """Forward, backward and its weight gradient of a micro-batch's first chunk, at least: equation (Q2)."""
+    if chunks == 1:
+        return cost.forward_ticks, cost.backward_ticks, cost.backward_weight_ticks
+    seen, weight = cost.attention, cost.backward_weight_ticks
+    forward = (cost.forward_ticks - seen.forward_ticks) // chunks + seen.forward_ticks // chunks**2
+    of_input = (cost.backward_ticks - weight - seen.backward_ticks) // chunks + seen.backward_ticks // chunks**2
+    return forward, of_input + weight // chunks, weight // chunks
 
 
 def any_order_bound(costs: LayoutCosts, modes: Sequence[Sequence[LayerCost]]) -> int:

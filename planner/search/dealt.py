@@ -11,6 +11,8 @@ Whatever the order, a rank runs nothing before its lowest stage has its first in
     (E3)  T >= sum of F(k) below the rank's lowest stage s + M w(rank) + tail(rank)                   -> Uniform.bound()
     (E4)  where the last rank ends with a backward of its lowest stage, that gradient still has the way up:
           T >= the same + sum of B(k) below s + tail(rank 0)                                    -> Uniform.bound()
+          with Q sequence chunks, for F(k) and B(k) below s those of the first chunk: it comes down first, and its
+          gradient goes up last
     (E5)  no rank holds fewer micro-batches when there are more of them, so a short schedule tells what a long one
           holds at least                                                                -> Traits, may_hold()
 """
@@ -29,7 +31,7 @@ from planner.cost import LayoutCosts, StageMap
 from planner.schedule import ActionKind, Schedule, build, find
 from planner.schedule.entry import Shape
 from planner.schedule.in_flight import most_held
-from planner.search.bounds import room_bytes
+from planner.search.bounds import first_chunk, room_bytes
 from planner.search.segments import LayerModes
 
 _Sizes = NDArray[np.int64]
@@ -50,19 +52,19 @@ class Traits:
 
 
 @lru_cache(maxsize=4096)
-def traits_of(name: str, ranks: int, micro_batches: int, virtual_stages: int) -> Traits:
+def traits_of(name: str, ranks: int, micro_batches: int, virtual_stages: int, chunks: int = 1) -> Traits:
     """Traits of a schedule of these numbers."""
     entry, rounds = find(name), ranks * _ROUNDS
-    shape = Shape(ranks, rounds if rounds < micro_batches else micro_batches, virtual_stages)
+    shape = Shape(ranks, rounds if rounds < micro_batches else micro_batches, virtual_stages, chunks)
     rows = [entry.rank_actions(shape, rank) for rank in (0, ranks - 1)]
     lowest = min(action.stage for action in rows[-1])
     return Traits(tuple(map(most_held, rows)), rows[-1][-1][:2] == (lowest, ActionKind.BACKWARD))
 
 
 @lru_cache(maxsize=64)
-def built(name: str, ranks: int, micro_batches: int, virtual_stages: int) -> Schedule:
+def built(name: str, ranks: int, micro_batches: int, virtual_stages: int, chunks: int) -> Schedule:
     """A schedule, built once for all layouts that use it."""
-    return build(name, ranks=ranks, micro_batches=micro_batches, virtual_stages=virtual_stages)
+    return build(name, ranks=ranks, micro_batches=micro_batches, virtual_stages=virtual_stages, sequence_chunks=chunks)
 
 
 def layout_traits(costs: LayoutCosts) -> Traits:
@@ -75,9 +77,10 @@ def layout_schedule(costs: LayoutCosts) -> Schedule:
     return built(*_numbers(costs))
 
 
-def _numbers(costs: LayoutCosts) -> tuple[str, int, int, int]:
+def _numbers(costs: LayoutCosts) -> tuple[str, int, int, int, int]:
     layout = costs.layout
-    return layout.schedule, layout.pipeline_parallel_degree, costs.micro_batches, layout.virtual_stages_per_rank
+    numbers = layout.pipeline_parallel_degree, costs.micro_batches, layout.virtual_stages_per_rank
+    return layout.schedule, *numbers, layout.sequence_chunks
 
 
 @dataclass(frozen=True)
@@ -97,12 +100,18 @@ class Uniform:
     room_bytes: int
     """Of a device, and what a rank spares likewise."""
     micro_batches: int
+    first_forward: _Sizes
+    """Of the first sequence chunk; where sequences stay whole, all."""
+    first_backward: _Sizes
+    chunks: int
 
     @classmethod
     def of(cls, costs: LayoutCosts, modes: tuple[LayerModes, ...]) -> Self:
         """Layers of a layout, each in the first of its modes."""
         layers = [options[0] for options in modes]
         extra = [(len(shared.layers) - 1, shared) for shared in costs.shared]
+        chunks = costs.layout.sequence_chunks
+        firsts = [first_chunk(cost, chunks) for cost in layers]
         return cls(
             modes=modes,
             forward=np.array([cost.forward_ticks for cost in layers], dtype=np.int64),
@@ -113,6 +122,9 @@ class Uniform:
             latency_ticks=costs.reduction_latency_ticks - sum(times * shared.tail_ticks for times, shared in extra),
             room_bytes=room_bytes(costs) + sum(times * shared.ogp_bytes for times, shared in extra),
             micro_batches=costs.micro_batches,
+            first_forward=np.array([each[0] for each in firsts], dtype=np.int64),
+            first_backward=np.array([each[1] for each in firsts], dtype=np.int64),
+            chunks=chunks,
         )
 
     @cached_property
@@ -136,17 +148,22 @@ class Uniform:
         starts, (lowest, holds) = _starts(sizes), _holders(ranks)
         forward, backward = np.add.reduceat(self.forward, starts), np.add.reduceat(self.backward, starts)
         tails = np.add.reduceat(self.tail, starts) @ holds
-        done = (np.cumsum(forward) - forward)[lowest] + self.micro_batches * ((forward + backward) @ holds)
+        down = np.concatenate([[0], np.cumsum(self.first_forward)])[starts[lowest]]
+        done = down + self.micro_batches * ((forward + backward) @ holds)
         bound = int((done + tails).max())
         if ends_low:
-            bound = max(bound, int(done[-1] + backward[: lowest[-1]].sum() + tails[0]))
+            up = int(self.first_backward[: starts[lowest[-1]]].sum())
+            bound = max(bound, int(done[-1] + up + tails[0]))
         return bound + self.latency_ticks
 
     def may_hold(self, sizes: Sequence[int], traits: Traits) -> bool:
         """False only if the first or the last rank overflows, by OGP and activations alone, without buffers."""
         starts = _starts(sizes)
         ogp, activations = np.add.reduceat(self.ogp_bytes, starts), np.add.reduceat(self.activation_bytes, starts)
-        needed = [sum(int(ogp[s] + units * activations[s]) for s, units in held.items()) for held in traits.held]
+        needed = [
+            sum(int(ogp[s] + units * activations[s] // self.chunks) for s, units in held.items())
+            for held in traits.held
+        ]
         return max(needed) <= self.room_bytes
 
 
@@ -165,7 +182,7 @@ def _holders(ranks: tuple[int, ...]) -> tuple[NDArray[np.intp], NDArray[np.float
 
 def ranks_of(costs: LayoutCosts) -> tuple[int, ...]:
     """Pipeline rank of every stage."""
-    name, ranks, micro_batches, virtual_stages = _numbers(costs)
+    name, ranks, micro_batches, virtual_stages, _ = _numbers(costs)
     return find(name).stage_ranks(Shape(ranks, micro_batches, virtual_stages))
 
 

@@ -281,14 +281,15 @@ def advance(state: State) -> None:
 def _families(work: Workload, space: Space) -> Iterator[Open]:
     """Families with what their layers take at least: M micro-batches of all layers, spread evenly over the ranks; on
     several node groups by equation (D11)."""
-    known: dict[tuple[int, int, int, int, bool], tuple[int, int, int]] = {}
+    known: dict[tuple[object, ...], tuple[int, int, int]] = {}
     for place, family in enumerate(space.families):
         if work.groups:
             yield Open(family.standing.least_ticks, (place,), family)
             continue
-        if family.split not in known:
-            known[family.split] = _least_work(work, family)
-        total, longest, passing = known[family.split]
+        key = (family.split, family.sequence_chunks)
+        if key not in known:
+            known[key] = _least_work(work, family)
+        total, longest, passing = known[key]
         count = family.micro_batches
         yield Open(max(-(-count * total // family.pipeline), count * longest, passing), (place,), family)
 
@@ -296,7 +297,7 @@ def _families(work: Workload, space: Space) -> Iterator[Open]:
 def _least_work(work: Workload, family: Family) -> tuple[int, int, int]:
     """Ticks of all layers, of the longest, and of one way down and up, for one micro-batch of any such family."""
     layers = layout_costs(work, family.layout(Zero(0), family.orders[0])).layers
-    least = {id(options): work_of(options.values()) for options in layers}
+    least = {id(options): work_of(options.values(), family.sequence_chunks) for options in layers}
     ticks = [least[id(options)] for options in layers]
     return sum(each[0] for each in ticks), max(each[0] for each in ticks), sum(each[1] for each in ticks)
 

@@ -1,4 +1,4 @@
-"""The layouts of a workload, as families: all that agree in their degrees and micro-batch size.
+"""The layouts of a workload, as families: all that agree in their degrees, micro-batch size and sequence chunks.
 
 (D1)  data x tensor x pipeline x context = devices; the expert degree divides data x context           -> families()
 (D2)  global batch = data x micro-batch size x micro-batches                                           -> families()
@@ -14,6 +14,7 @@
       the devices                                                                       -> planner.search.standing
 (D8)  ZeRO's states are shared out by all data- and context-parallel ranks, or by groups of k of them: k divides their
       number, and is a multiple of the expert degree, so that every group holds all experts       -> _zeros()
+(D13) a sequence stays whole, or is cut into chunks, under the schedules for them               -> planner.search.chunks
 (D7)  orders: schedules whose partition and recomputation are searched (`BOUNDED`), and those that take the stage map
       of `planner.search.dealt` and recompute all layers alike: with several stages per rank, up to
       `MOST_VIRTUAL_STAGES`, or with a split backward                                                  -> orders()
@@ -35,17 +36,16 @@ from planner.errors import LayoutError, UnknownNameError, UnsupportedError
 from planner.schedule import Requirement, build, canonical_name, find, names, requirements
 from planner.schedule.entry import Shape
 from planner.search.bounds import BOUNDED
+from planner.search.chunks import CHUNKED, CHUNKS, Rows, chunks_of
 from planner.search.standing import Degrees, Speeds, Standing, standings_of
 from planner.spec.job import WHOLE_PARAMETERS, Constraint, Job, Range, allows
 from planner.spec.layout import Layout, RankOrder, RecomputeWord, ZeroStage
-from planner.spec.profile import Measurement, RecomputeMode
+from planner.spec.profile import RecomputeMode
 
 MOST_VIRTUAL_STAGES = 8
 """On one rank."""
 RECOMPUTE_WISHES = ("none", "selective", "full", "per-layer")
 MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
-Rows = tuple[dict[RecomputeMode, Measurement], ...]
-"""Per layer: its measurements by recompute mode."""
 
 
 def _dealt_schedules() -> tuple[str, ...]:
@@ -54,12 +54,12 @@ def _dealt_schedules() -> tuple[str, ...]:
     return tuple(
         one.name
         for one in entries
-        if not (one.has_pairs or one.recompute_modes or one.needs_durations or one.takes_sequence_chunks)
+        if not (one.has_pairs or one.recompute_modes or one.needs_durations or one.name in CHUNKED)
     )
 
 
 DEALT = _dealt_schedules()
-SEARCHED = (*BOUNDED, *DEALT)
+SEARCHED = (*BOUNDED, *DEALT, *CHUNKED)
 """Schedules that the search chooses from."""
 
 
@@ -97,6 +97,7 @@ class Family:
     expert: int
     micro_batch_size: int
     sequence_parallel: bool
+    sequence_chunks: int
     standing: Standing
     """How its ranks stand on the devices."""
     zeros: tuple[Zero, ...]
@@ -147,7 +148,7 @@ class Family:
             sequence_parallel=self.sequence_parallel,
             micro_batch_size=self.micro_batch_size,
             schedule=order.schedule,
-            sequence_chunks=1,
+            sequence_chunks=self.sequence_chunks,
             rank_order=rank_order or self.standing.rank_orders[0],
             micro_batch_shares=self.standing.shares,
             recompute=order.recompute,
@@ -190,11 +191,11 @@ def layouts(work: Workload) -> Iterator[Layout]:
 def check_constraints(job: Job) -> None:
     """Refuse constraints that no layout of the search can meet, saying which field and value."""
     chunks = job.constraints.get("sequence_chunks")
-    if not allows(chunks, 1):
+    if not any(allows(chunks, count) for count in (1, *CHUNKS)):
         raise UnsupportedError(
-            f"sequence_chunks must be 1: the search chooses no other, got {_text(chunks)}.",
+            f"sequence_chunks can be 1, {', '.join(map(str, CHUNKS))}, got {_text(chunks)}.",
             field="job.constraints.sequence_chunks",
-            mend="remove the constraint, or give 1; `planner predict` prices layouts with more.",
+            mend="use one of them, or remove the constraint; `planner predict` prices layouts with any number.",
         )
     whole = job.optimizer in WHOLE_PARAMETERS
     for field, plain in (("tensor_parallel_degree", 1), ("zero_stage", 0), ("zero_shard_degree", 1)):
@@ -256,6 +257,7 @@ def families(work: Workload, constraints: dict[str, Constraint]) -> Iterator[Fam
         if allows(constraints.get("virtual_stages_per_rank"), count)
     )
     modes = {split: _uniform_modes(rows, wish) for split, rows in work.sizes.items()}
+    cuts = {split: (1, *chunks_of(work, split, constraints, schedules)) for split in work.sizes}
     shares_shards = {split: _shares_shards(work, rows) for split, rows in work.sizes.items()}
     for split in work.sizes:
         size, tensor, context, expert, sequence_parallel = split
@@ -269,28 +271,36 @@ def families(work: Workload, constraints: dict[str, Constraint]) -> Iterator[Fam
                 continue
             for standing in standings_of(work, degrees, size, constraints.get("rank_order"), speeds):
                 alone = whole or degrees[0] * context == 1 or (pipeline > 1 and shares_shards[split])
-                family = Family(
-                    *degrees,
-                    micro_batch_size=size,
-                    sequence_parallel=sequence_parallel,
-                    standing=standing,
-                    zeros=_permitted_zeros(work, degrees, standing, constraints, is_alone=alone),
-                    orders=_orders_of(work, pipeline, standing, schedules, virtual, modes[split]),
-                )
-                if family.count and _permitted(family, constraints):
-                    yield family
+                for chunks in cuts[split]:
+                    family = Family(
+                        *degrees,
+                        micro_batch_size=size,
+                        sequence_parallel=sequence_parallel,
+                        sequence_chunks=chunks,
+                        standing=standing,
+                        zeros=_permitted_zeros(work, degrees, standing, chunks, constraints, is_alone=alone),
+                        orders=_orders_of(work, pipeline, standing, chunks, schedules, virtual, modes[split]),
+                    )
+                    if family.count and _permitted(family, constraints):
+                        yield family
 
 
 def _permitted_zeros(
-    work: Workload, degrees: Degrees, standing: Standing, constraints: dict[str, Constraint], *, is_alone: bool
+    work: Workload,
+    degrees: Degrees,
+    standing: Standing,
+    chunks: int,
+    constraints: dict[str, Constraint],
+    *,
+    is_alone: bool,
 ) -> tuple[Zero, ...]:
-    """Ways to share out states: equations (D5) and (D8); replicas that differ take none that exchange in every
+    """Ways to share out states: equations (D5), (D8) and (D13); replicas that differ take none that exchange in every
     micro-batch, and a heterogeneous cluster no groups."""
     data, _, _, context, expert = degrees
     zeros = ((Zero(0), 1),) if is_alone else _zeros(data * context, expert)
     if work.groups:
         zeros = tuple((zero, ranks) for zero, ranks in zeros if zero.shards is None)
-    if not standing.are_alike:
+    if chunks > 1 or not standing.are_alike:
         zeros = tuple((zero, ranks) for zero, ranks in zeros if zero.stage < 2)
     return tuple(zero for zero, ranks in zeros if _takes_zero(zero, ranks, constraints))
 
@@ -299,6 +309,7 @@ def _orders_of(
     work: Workload,
     pipeline: int,
     standing: Standing,
+    chunks: int,
     schedules: tuple[str, ...],
     virtual: tuple[int, ...],
     modes: tuple[RecomputeMode, ...],
@@ -306,7 +317,8 @@ def _orders_of(
     """Orders of a family: on a heterogeneous cluster the bounded schedules alone, and where replicas differ, with all
     layers recomputed alike, since what is cheapest may differ between their devices."""
     if not work.groups:
-        return orders(pipeline, standing.micro_batches, len(work.profile.layers), schedules, virtual, modes)
+        named = tuple(name for name in schedules if (name in CHUNKED) == (chunks > 1))
+        return orders(pipeline, standing.micro_batches, len(work.profile.layers), named, virtual, modes, chunks)
     bounded = tuple(name for name in schedules if name in BOUNDED)
     found = orders(pipeline, standing.micro_batches, len(work.profile.layers), bounded, virtual, modes)
     if standing.are_alike:
@@ -360,6 +372,7 @@ _FIELDS = {
     "expert_parallel_degree": "expert",
     "micro_batch_size": "micro_batch_size",
     "sequence_parallel": "sequence_parallel",
+    "sequence_chunks": "sequence_chunks",
 }
 """Layout fields in which a family agrees, and their names there."""
 
@@ -376,8 +389,9 @@ def orders(
     schedules: tuple[str, ...],
     virtual: tuple[int, ...],
     modes: tuple[RecomputeMode, ...],
+    chunks: int = 1,
 ) -> tuple[Order, ...]:
-    """Orders that so many ranks, micro-batches and layers can take: equations (D4) and (D7)."""
+    """Orders that so many ranks, micro-batches, layers and sequence chunks can take: equations (D4) and (D7)."""
     found = [Order(name, 1, "per-layer") for name in schedules if name in BOUNDED and 1 in virtual]
     for name in schedules:
         if name in BOUNDED or pipeline == 1:
@@ -385,7 +399,7 @@ def orders(
         found += [
             Order(name, count, mode)
             for count in virtual
-            if pipeline * count <= layers and _takes(name, pipeline, micro_batches, count)
+            if pipeline * count <= layers and _takes(name, Shape(pipeline, micro_batches, count, chunks))
             for mode in modes
             if mode == "none" or not _splits(name)
         ]
@@ -399,12 +413,12 @@ def _splits(name: str) -> bool:
     return Requirement.SPLIT_BACKWARD in requirements(small)
 
 
-def _takes(name: str, pipeline: int, micro_batches: int, virtual: int) -> bool:
+def _takes(name: str, shape: Shape) -> bool:
     entry = find(name)
-    if not entry.takes_virtual_stages(virtual):
+    if not entry.takes_virtual_stages(shape.virtual_stages):
         return False
     try:
-        entry.check(Shape(ranks=pipeline, micro_batches=micro_batches, virtual_stages=virtual))
+        entry.check(shape)
     except LayoutError:
         return False
     return True

@@ -20,6 +20,7 @@ _CHOICES = {
     "micro_batch_size": "micro-batch size",
     "schedule": "schedule",
     "virtual_stages_per_rank": "stages per rank",
+    "sequence_chunks": "sequence chunks",
     "recompute": "recompute",
 }
 _ALWAYS = ("data_parallel_degree", "tensor_parallel_degree", "pipeline_parallel_degree")

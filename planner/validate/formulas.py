@@ -1,6 +1,7 @@
 """Seconds of kernels and collectives, written down again from the documented equations.
 
-Kernels: the roofline (Williams, Waterman, Patterson 2009), equations (C1) to (C4) of the cost model's documentation.
+Kernels: the roofline (Williams, Waterman, Patterson 2009), equations (C1) to (C4) of the cost model's documentation,
+and (Q3) for sequences that are cut into chunks.
 Collectives: the ring in the latency-bandwidth model (Patarasuk, Yuan 2009), equations (L1) to (L5); over nodes,
 first inside each node and then between them.
 """
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 from planner.spec.calibration import Constants
 from planner.spec.cluster import DeviceSpec, Link
-from planner.spec.profile import DataType, Measurement, Operation
+from planner.spec.profile import BYTES_PER_ELEMENT, DataType, Measurement, Operation
 from planner.validate.communicators import Spread
 
 ATTENTION_BACKWARD_BYTES = 2.0
@@ -53,6 +54,36 @@ def layer_seconds(row: Measurement, machine: Machine) -> LayerSeconds:
     else:
         again = forward if row.recompute == "full" else 0.0
     return _over_host(row, LayerSeconds(forward, of_input, of_weight, again), machine.constants)
+
+
+def chunked_seconds(row: Measurement, machine: Machine, chunks: int) -> LayerSeconds:
+    """Of a micro-batch that goes through in sequence chunks: equation (Q3). Every kernel runs once for each, with all
+    of a product's weights; what was measured grows as the roofline says."""
+    whole = layer_seconds(row, machine)
+    if chunks == 1 or not row.operations or machine.dtype not in machine.device.peak_flops_per_second:
+        return whole
+    unmeasured = row.model_copy(update={"forward_seconds": None})
+    shorter = {
+        name: tuple(_shortened(one, chunks, BYTES_PER_ELEMENT[machine.dtype]) for one in getattr(row, name))
+        for name in ("operations", "recompute_operations")
+    }
+    roofs = layer_seconds(unmeasured, machine), layer_seconds(unmeasured.model_copy(update=shorter), machine)
+    grown = zip(whole, *roofs, strict=True)
+    return LayerSeconds(*(told * (chunks * piece / roof) if roof else told for told, roof, piece in grown))
+
+
+def _shortened(one: Operation, chunks: int, element_bytes: int) -> Operation:
+    weights = 0
+    if one.kind == "matmul" and one.m:
+        rows_bytes = one.batch * (one.m * one.k + one.m * one.n) * element_bytes
+        weights = max(0, one.bytes - rows_bytes)
+    return one.model_copy(
+        update={
+            "m": one.m / chunks,
+            "flops": one.flops / chunks,
+            "bytes": weights + (one.bytes - weights) / chunks,
+        }
+    )
 
 
 def _over_host(row: Measurement, device: LayerSeconds, constants: Constants) -> LayerSeconds:

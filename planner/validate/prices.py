@@ -17,7 +17,7 @@ from planner.spec.profile import LayerProfile, Measurement, RecomputeMode, Share
 from planner.spec.recipes import OgpRecipe, ParameterCount, recipe
 from planner.validate.communicators import Site
 from planner.validate.facts import Facts
-from planner.validate.formulas import Machine, collective_seconds, layer_seconds, send_seconds
+from planner.validate.formulas import Machine, chunked_seconds, collective_seconds, send_seconds
 
 NANOSECOND = 1e-9
 
@@ -172,14 +172,15 @@ class Prices:
     def _price(self, layer: LayerProfile, row: Measurement, plain: Measurement) -> LayerPrice:
         """Backward, recomputation, activations and temporaries are the mode's; all else is the plain row's."""
         machine = Machine(self.site.group.device, self.facts.profile.dtype, self.site.group.constants)
-        seconds = layer_seconds(row, machine)
+        chunks = self.facts.layout.sequence_chunks
+        seconds = chunked_seconds(row, machine, chunks)
         exchanged_forward = self._exchange(plain, "forward")
         held = held_parameters(layer, plain)
         gather, scatter = self._gathers(held)
         return LayerPrice(
             row=row,
             plain=plain,
-            forward=nanoseconds(layer_seconds(plain, machine).forward),
+            forward=nanoseconds(chunked_seconds(plain, machine, chunks).forward),
             backward_input=nanoseconds(seconds.backward_input),
             backward_weight=nanoseconds(seconds.backward_weight),
             recompute=nanoseconds(seconds.recompute),
@@ -208,10 +209,13 @@ class Prices:
         return self.site.group.constants.collective_seconds if self._ranks(group) > 1 else 0.0
 
     def _exchange(self, row: Measurement, phase: str) -> int:
-        mine = [one for one in row.collectives if one.phase == phase]
+        """All chunks of a sequence, one after the other: equation (Q4)."""
+        mine, chunks = [one for one in row.collectives if one.phase == phase], self.facts.layout.sequence_chunks
         return nanoseconds(
             sum(
-                one.count * (self._collective(one.operation, one.bytes, one.group) + self._fixed(one.group))
+                one.count
+                * chunks
+                * (self._collective(one.operation, one.bytes / chunks, one.group) + self._fixed(one.group))
                 for one in mine
             )
         )

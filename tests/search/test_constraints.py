@@ -150,7 +150,7 @@ def test_layout_tells_what_recomputes(memory_bytes: int, word: str) -> None:
 @pytest.mark.parametrize(
     ("wishes", "field"),
     [
-        ({"sequence_chunks": 2}, "sequence_chunks"),
+        ({"sequence_chunks": 3}, "sequence_chunks"),
         ({"recompute": "sometimes"}, "recompute"),
         ({"recompute": Range(min=0, max=1)}, "recompute"),
         ({"schedule": "dualpipe"}, "schedule"),

@@ -1,0 +1,69 @@
+"""Which layouts cut sequences into chunks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from planner.cost import workload
+from planner.search import plan
+from planner.search.chunks import CHUNKED
+from planner.search.space import layouts
+from planner.spec import Layout, ModelProfile, Plan
+from planner.spec.profile import LayerProfile
+from planner.validate import check
+from tests.builders import cluster, job, layer, profile, request
+from tests.strategies import also_split, with_operations
+
+PLAIN = profile(layer(parameters=1000, activation=5000, exchange=100, flops=900) * 8, degrees=(1, 2))
+
+
+def model_of(*, weights: bool = True, operations: bool = True, split: str | None = None) -> ModelProfile:
+    """Eight layers; with rows that list kernels, with weights or without, and rows that split layers one more way."""
+    layers = tuple(map(with_operations, PLAIN.layers)) if operations else PLAIN.layers
+    if not weights:
+        layers = tuple(map(without_products, layers))
+    more = tuple(also_split(one, split) for one in layers) if split else layers
+    return PLAIN.model_copy(update={"layers": more})
+
+
+def without_products(layer: LayerProfile) -> LayerProfile:
+    """The layer with rows that list attention alone."""
+    rows = tuple(row.model_copy(update={"operations": row.operations[:1]}) for row in layer.measurements)
+    return layer.model_copy(update={"measurements": rows})
+
+
+def cut(model: ModelProfile, **constraints: Any) -> list[Layout]:
+    """Layouts of several chunks on four devices."""
+    return [one for one in layouts(workload(model, cluster(4), job(8, **constraints))) if one.sequence_chunks > 1]
+
+
+def test_profiles_of_split_sequences_show_that_they_can_be_cut() -> None:
+    """(D13): with rows for a context-parallel degree; without, or without kernels to price, only whole sequences."""
+    found = cut(model_of(split="context"))
+    assert {one.schedule for one in found} == set(CHUNKED)
+    assert {one.sequence_chunks for one in found} == {2, 4, 8}
+    assert {one.context_parallel_degree for one in found} == {1, 2}
+    assert {one.zero_stage for one in found} == {0, 1}
+    assert not cut(model_of())
+    assert not cut(model_of(operations=False, split="context"))
+
+
+@pytest.mark.parametrize("wish", [{"sequence_chunks": 4}, {"schedule": "seqpipe", "sequence_chunks": (1, 4)}])
+def test_a_job_may_ask_for_chunks(wish: dict[str, Any]) -> None:
+    """(D13): it vouches for the model; the tokens of a piece are never shared out over tensor-parallel ranks."""
+    found = cut(model_of(split="sequence"), **wish)
+    assert {one.sequence_chunks for one in found} == {4}
+    assert not any(one.sequence_parallel for one in found)
+
+
+def test_chunks_win_where_the_bubble_is_large() -> None:
+    """Four ranks and one micro-batch: 1f1b idles for three quarters of the step, chunks for less."""
+    model = model_of(weights=False, split="context")
+    wish = {"pipeline_parallel_degree": 4, "virtual_stages_per_rank": 1}
+    found = plan(request(model, cluster(4), job(1, **wish), top=0), model)
+    assert isinstance(found, Plan)
+    assert found.layout.sequence_chunks > 1
+    assert found.search.optimal
+    assert check(found, model).problems == ()
