@@ -10,7 +10,8 @@
                 in_flight: micro-batches that are forwarded and not yet backwarded, from the schedule's order, when the
                 rank holds most bytes; over all stages of the rank, and the buffers of the one that receives most;
                 torch's pipeline stage keeps every sent output until its backward, Megatron frees it; the executor holds
-                at most two receive buffers per direction, the one in use and the one being filled
+                at most two receive buffers per direction, the one in use and the one being filled; Megatron's is the
+                stage's input, one per direction
                 with sequence chunks a unit holds its share of that, rounded up; and as much as attention reads and
                 writes once more, for keys and values, and their gradients, stand whole from the first chunk on
 (M3)  temp(s) = largest temporary of a layer of the stage; ZeRO 3: and the gathered parameters of two layers
@@ -81,7 +82,8 @@ def _rank_memory(costs: LayoutCosts, stages: Sequence[StageLayers], rank: int, u
     parameters, gradients, optimizer = _ogp_bytes(costs, [layer for index in mine for layer in stages[index]])
     chunks = costs.layout.sequence_chunks
     activations = sum(count * _unit_bytes(costs, stages, index) for index, count in units.items())
-    activations += RECEIVE_BUFFERS * max(-(-buffer_bytes(costs, stages, index) // chunks) for index in mine)
+    buffers = 1 if costs.work.framework.frees_outputs else RECEIVE_BUFFERS
+    activations += buffers * max(-(-buffer_bytes(costs, stages, index) // chunks) for index in mine)
     activations += sum(cost.attention.bytes for cost in layers) if chunks > 1 else 0
     temporary = max(cost.temporary_bytes for cost in layers) + costs.gathered_bytes
     temporary += int(costs.work.constants.workspace_bytes) + costs.work.framework.workspace_bytes
@@ -110,10 +112,19 @@ def _ogp_bytes(costs: LayoutCosts, mine: StageLayers) -> tuple[int, int, int]:
         parameters -= repeated * shared.parameters_bytes
         gradients -= repeated * shared.gradients_bytes
         optimizer -= repeated * shared.optimizer_bytes
+    # What is stored once counts once here, too: its share of the elements is its share of the bytes.
+    stored = parameters / max(1, sum(cost.parameters_bytes for cost in layers))
+    gradients = _gradient_bytes(costs, layers, gradients, int(stored * sum(cost.parameters for cost in layers)))
+    return parameters, gradients, 0 if costs.work.framework.offloads_states else optimizer
+
+
+def _gradient_bytes(costs: LayoutCosts, layers: Sequence[LayerCost], sharded: int, elements: int) -> int:
+    """Gradients as the framework keeps them, of so many whole elements."""
     traits = costs.work.framework
-    if traits.accumulates_whole and costs.layout.zero_stage == 3 and costs.micro_batches > 1:
-        gradients = ACCUMULATED_BYTES * sum(cost.parameters for cost in layers)
-    return parameters, gradients, 0 if traits.offloads_states else optimizer
+    if traits.steps_in_backward:
+        return max(cost.gradients_bytes for cost in layers)
+    is_whole = traits.accumulates_whole and costs.layout.zero_stage == 3 and costs.micro_batches > 1
+    return (ACCUMULATED_BYTES * elements if is_whole else sharded) + traits.copied_gradient_bytes * elements
 
 
 def _unit_bytes(costs: LayoutCosts, stages: Sequence[StageLayers], index: int) -> int:

@@ -5,11 +5,11 @@ Time and memory are fitted apart, since no constant serves both:
     time      all constants of `planner.fidelity.fit.PRIORS`, per (framework, architecture) with `LEAST_ROWS` runs;
               ("*", architecture) stands for every other framework: it is fitted to all runs of the architecture, in
               which each framework weighs the same, with at most `MOST_ROWS` of its runs, evenly picked
-    memory    `allocated_factor`, `workspace_bytes`, and `cached_bytes` where memory was read from the device, per
-              framework on all architectures: what an allocator loses is the framework's doing. A rank's bytes are
-              linear in them, fixed + allocated_factor * scaled + workspace_bytes (+ cached_bytes), so every run is
-              priced twice and not once per step. A framework that tells no bytes but ran out of memory now and then is
-              fitted to that (`planner.fidelity.decisions`)
+    memory    `allocated_factor`, `workspace_bytes`, and `cached_bytes` where memory was read from the device or is
+              what torch reserved, per framework on all architectures: what an allocator loses is the framework's
+              doing. A rank's bytes are linear in them, fixed + allocated_factor * scaled + workspace_bytes
+              (+ cached_bytes), so every run is priced twice and not once per step. A framework that tells no bytes but
+              ran out of memory now and then is fitted to that (`planner.fidelity.decisions`)
 
 Left out: times that their own rows call overhead, memory that was computed and not measured, and runs whose prediction
 fails (`planner.fidelity.outcomes` tells them).
@@ -42,9 +42,11 @@ MOST_OWN_ROWS = 300
 """Of a framework in its own fit, evenly picked: more would only take longer."""
 LEAST_OVERFLOWS = 5
 """Runs out of memory, and as many that ran, for a fit to decisions."""
+MEMORY_SIGMA = 0.01
+"""Relative error of memory that counts as one unit: allocations repeat themselves from run to run, unlike times."""
 MEMORY_PRIORS = {
-    "allocated_factor": Prior(1.0, 0.2),
-    "workspace_bytes": Prior(1e8, 0.5),
+    "allocated_factor": Prior(1.0, 0.1),
+    "workspace_bytes": Prior(3e7, 1.0),
     "cached_bytes": Prior(1e9, 1.0),
 }
 
@@ -103,11 +105,12 @@ class MemoryTerms:
     """A run's memory as a function of the constants: the largest of (fixed, scaled) rows, and what is reserved."""
 
     ranks: tuple[tuple[float, float], ...]
-    reads_device: bool
+    shows_cache: bool
+    """Read from the device, or what torch reserved."""
 
     def bytes(self, constants: Constants) -> float:
         """Bytes of the fullest of the ranks that were measured."""
-        kept = constants.workspace_bytes + (constants.cached_bytes if self.reads_device else 0.0)
+        kept = constants.workspace_bytes + (constants.cached_bytes if self.shows_cache else 0.0)
         return kept + max(fixed + constants.allocated_factor * scaled for fixed, scaled in self.ranks)
 
 
@@ -123,7 +126,7 @@ def memory_terms(run: Run) -> MemoryTerms:
         for a, b in zip(once, twice, strict=True)
     ]
     scaled = [b.peak_bytes - a.peak_bytes for a, b in zip(once, twice, strict=True)]
-    return MemoryTerms(tuple(zip(fixed, scaled, strict=True)), reads_device)
+    return MemoryTerms(tuple(zip(fixed, scaled, strict=True)), run.memory_kind != "allocated")
 
 
 def _measured_ranks(run: Run, prediction: Prediction) -> tuple[RankMemory, ...]:
@@ -132,10 +135,16 @@ def _measured_ranks(run: Run, prediction: Prediction) -> tuple[RankMemory, ...]:
 
 
 def fit_memory(terms: Sequence[MemoryTerms], measured: Sequence[float]) -> Constants:
-    """`allocated_factor`, `workspace_bytes`, and `cached_bytes` when some memory was read from the device."""
-    reads_device = any(one.reads_device for one in terms)
-    priors = {name: prior for name, prior in MEMORY_PRIORS.items() if reads_device or name != "cached_bytes"}
-    return fit(lambda constants: [one.bytes(constants) for one in terms], measured, priors=priors)
+    """`allocated_factor`, `workspace_bytes`, and `cached_bytes` when some figures hold what the allocator keeps."""
+    shows_cache = any(one.shows_cache for one in terms)
+    priors = {name: prior for name, prior in MEMORY_PRIORS.items() if shows_cache or name != "cached_bytes"}
+    return fit(
+        lambda constants: [one.bytes(constants) for one in terms],
+        measured,
+        priors=priors,
+        sigma=MEMORY_SIGMA,
+        evaluations=40,
+    )
 
 
 @dataclass(frozen=True, slots=True)

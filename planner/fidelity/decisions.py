@@ -2,10 +2,11 @@
 
 Where a source tells no bytes, its decisions still do: with m = bytes / capacity of a run under a factor,
 
-    minimise  sum over runs of log(1 + exp(-s log(m) / SHARPNESS)),  s = 1 when it ran out, -1 when it ran
+    minimise  sum over runs of w log(1 + exp(-s log(m) / SHARPNESS)),  s = 1 when it ran out, -1 when it ran
               + (log factor / WIDTH)^2 / 2
 
-by trying every factor of a grid: the sum is no smooth function of few runs.
+w is OVERFLOW_WEIGHT for a run that ran out, else 1: a plan that dies costs more than one that is not tried. Solved by
+trying every factor of a grid: the sum is no smooth function of few runs.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ SHARPNESS = 0.03
 """Relative distance from the capacity at which a decision is as good as certain."""
 WIDTH = 0.3
 """Spread of the factor's logarithm that is known before."""
+OVERFLOW_WEIGHT = 3.0
+"""Runs that were refused though they fit, which are as bad as one that ran out though it was said to fit."""
 GRID = np.arange(0.8, 2.01, 0.01)
 
 
@@ -60,4 +63,5 @@ def fit_decisions(decisions: Sequence[Decision]) -> Constants:
 def _loss(decisions: Sequence[Decision], factor: float) -> float:
     margins = np.log([one.filling(factor) for one in decisions]) / SHARPNESS
     signs = np.array([1.0 if one.ran_out else -1.0 for one in decisions])
-    return float(np.logaddexp(0, -signs * margins).sum() + (np.log(factor) / WIDTH) ** 2 / 2)
+    weights = np.where(signs > 0, OVERFLOW_WEIGHT, 1.0)
+    return float((weights * np.logaddexp(0, -signs * margins)).sum() + (np.log(factor) / WIDTH) ** 2 / 2)

@@ -65,6 +65,7 @@ def fit(
     *,
     weights: Sequence[float] | None = None,
     priors: dict[str, Prior] | None = None,
+    sigma: float = SIGMA,
     evaluations: int = 12,
 ) -> Constants:
     """Constants under which the runs are predicted best.
@@ -74,6 +75,7 @@ def fit(
         measured: seconds.
         weights: of the runs; None: all alike.
         priors: the constants that are fitted; None: `PRIORS`.
+        sigma: relative error of a run that counts as one unit.
         evaluations: most evaluations of the gradient.
     """
     from scipy.optimize import least_squares
@@ -88,7 +90,7 @@ def fit(
     def residuals(shifted: NDArray[np.float64]) -> NDArray[np.float64]:
         point = shifted - 1
         constants = _constants(names, centre + point * width)
-        errors = (np.log(np.asarray(predict(constants))) - target) / SIGMA
+        errors = (np.log(np.asarray(predict(constants))) - target) / sigma
         return np.concatenate([each * _soft(errors), point])
 
     # Steps are relative to the point, so the priors lie at one; whole nanoseconds ask for steps that are not tiny.

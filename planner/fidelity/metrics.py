@@ -54,11 +54,11 @@ class Outcome:
 
     @property
     def activation_error(self) -> float | None:
-        """Of the first stage's activations; None: not told apart."""
+        """Of what the first stage's blocks keep; None: not told apart."""
         told = self.remarks.activation_bytes
         if told is None:
             return None
-        return FAILED if self.predicted is None else self.predicted.prediction.memory[0].activations_bytes / told - 1
+        return FAILED if self.predicted is None else self.predicted.block_activation_bytes / told - 1
 
     @property
     def is_decided(self) -> bool:

@@ -6,7 +6,7 @@ import re
 from typing import Literal
 
 from planner.spec.cluster import Link
-from planner.spec.devices import INTER_NODE_LATENCY_SECONDS
+from planner.spec.devices import INTER_NODE_LATENCY_SECONDS, find_entry
 from planner.spec.frameworks import AttentionKernel, Framework, find_framework
 
 _DEVICES = (
@@ -77,15 +77,21 @@ def framework_of(system: str) -> Framework:
     return find_framework(_first(_FRAMEWORKS, system) or "planner")
 
 
-def attention_of(text: str, framework: Framework) -> AttentionKernel:
-    """The attention kernel that a row names, else its framework's."""
+def attention_of(text: str, framework: Framework, device: str) -> AttentionKernel:
+    """The attention kernel that a row names, else its framework's, as far as the device can run it.
+
+    FlashAttention needs Turing or later (its README); a V100 keeps the scores.
+    """
     lowered = text.lower()
     if re.search(r"flash|sdpa|fa[234]", lowered):
         return "flash"
     if lowered == "torch":
         return "unfused"
     # Megatron-LM calls its attention with scores in memory unfused or local; their softmax is one kernel all the same.
-    return "fused-softmax" if re.search(r"fused|local", lowered) else framework.attention
+    if re.search(r"fused|local", lowered):
+        return "fused-softmax"
+    keeps_scores = framework.attention == "flash" and find_entry(device).architecture == "Volta"
+    return "unfused" if keeps_scores else framework.attention
 
 
 def zero_stage_of(text: str) -> Literal[0, 1, 2, 3]:

@@ -12,6 +12,7 @@ from planner.cost import (
     StageMap,
     choose,
     evaluate,
+    held_units,
     layout_costs,
     predict_step,
     schedule_of,
@@ -38,6 +39,9 @@ class Predicted:
     prediction: Prediction
     capacity_bytes: int
     cached_bytes: float = 0.0
+    block_activation_bytes: int = 0
+    """What the first pipeline rank's blocks keep when it holds most, where memory was measured: what equations of
+    activations count (Korthikanti et al. 2022, section 4), without embedding, output layer and receive buffers."""
 
     @property
     def step_seconds(self) -> float:
@@ -60,7 +64,8 @@ class Predicted:
         chosen = {"first": ranks[:1], "last": ranks[-1:], "largest": ranks}[self.run.memory_rank]
         if self.run.memory_kind == "device":
             return max(row.peak_bytes for row in chosen) + self.cached_bytes
-        return max(row.peak_bytes - row.reserved_bytes for row in chosen)
+        cached = self.cached_bytes if self.run.memory_kind == "reserved" else 0.0
+        return max(row.peak_bytes - row.reserved_bytes for row in chosen) + cached
 
     @property
     def memory_error(self) -> float | None:
@@ -88,7 +93,15 @@ def predict_run(run: Run, constants: Constants | None = None) -> Predicted:
 def predicted(run: Run, costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]) -> Predicted:
     """Step time and memory of a run whose layers are priced."""
     capacity, cached = reported_bytes(run.device), costs.work.constants.cached_bytes
-    return Predicted(run, predict_step(costs, schedule, stages), capacity, cached)
+    activations = 0 if run.memory_bytes is None else _block_activations(run, costs, schedule, stages)
+    return Predicted(run, predict_step(costs, schedule, stages), capacity, cached, activations)
+
+
+def _block_activations(run: Run, costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]) -> int:
+    units = held_units(costs, stages, schedule)[0]
+    blocks = range(1, run.shape.layers + 1)
+    kept = {index: sum(cost.activation_bytes for layer, cost in stages[index] if layer in blocks) for index in units}
+    return sum(count * kept[index] for index, count in units.items())
 
 
 def costs_of(run: Run, constants: Constants | None = None) -> LayoutCosts:

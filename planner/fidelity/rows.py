@@ -10,6 +10,7 @@ What a row leaves out is filled by rule, the same for all rows, never per row:
                         feed-forward size is not 4 x hidden
     precision           bf16 with fp32 master copy
     stages              `planner.fidelity.stages`
+    kernels             the framework's, unless the row names them: `planner.fidelity.setting`
     Megatron's tests    what their arguments say: `planner.fidelity.arguments`
 
 Out of scope, counted by reason: hardware that the catalogue lacks, a number format that is not modelled, no dimensions,
@@ -27,24 +28,15 @@ from pathlib import Path
 from typing import Literal
 
 from planner.errors import DocumentError
-from planner.fidelity.arguments import (
-    Arguments,
-    arguments_of,
-    attention_with,
-    ends_with,
-    framework_with,
-    shape_with,
-    shard_degree_with,
-)
+from planner.fidelity.arguments import Arguments, arguments_of, ends_with, shape_with, shard_degree_with
 from planner.fidelity.names import (
-    attention_of,
     device_of,
-    framework_of,
     inter_node_of,
     schedule_of,
     shard_degree_of,
     zero_stage_of,
 )
+from planner.fidelity.setting import setting_of
 from planner.fidelity.stages import blocks_of
 from planner.spec.cluster import Link
 from planner.spec.frameworks import AttentionKernel, Framework
@@ -54,8 +46,6 @@ from profiler.transformer import TransformerShape
 
 VOCABULARY = 50_304
 BERT_VOCABULARY = 30_522
-MEGATRON_ZERO_3 = "Megatron+DeepSpeed ZeRO-3"
-"""DeepSpeed's Megatron example for ZeRO 3: partitioned activations on the host (PA=true, PA_CPU=true in its script)."""
 MemoryKind = Literal["allocated", "reserved", "device"]
 RankChoice = Literal["first", "last", "largest"]
 
@@ -167,7 +157,8 @@ def run_of(row: Row, family: str) -> Run:
     if device is None:
         raise OutOfScope("hardware without catalogue entry")
     dtype, keeps_master = _precision(row["precision"])
-    framework, given = framework_of(row["system"]), arguments_of(row["system"], row["notes"])
+    given = arguments_of(row["system"], row["notes"])
+    framework, attention = setting_of(row, device, dtype, given)
     shape = _shape(row)
     layout, batch = _layout(row, given or {})
     if framework.shards_states and dtype == "bf16" and keeps_master and layout.zero_stage == 0:
@@ -177,18 +168,15 @@ def run_of(row: Row, family: str) -> Run:
     ran_out = row["status"] == "OOM"
     if step is None and memory is None and not ran_out:
         raise OutOfScope("nothing measured")
-    traits = _with_kernels(framework, row)
-    attention = attention_of(row["attention"], framework)
     if given is not None:
-        shape, traits = shape_with(shape, given, _needed(row, "seq_len")), framework_with(traits, given)
-        attention = attention if row["attention"] else attention_with(attention, given)
+        shape = shape_with(shape, given, _needed(row, "seq_len"))
     per_node = _whole(row, "gpus_per_node") or 8
     per_node = layout.devices if layout.devices < per_node else per_node
     per_node = per_node if layout.devices % per_node == 0 else 1
     return Run(
         source_id=row["source_id"],
         family=family,
-        framework=traits,
+        framework=framework,
         attention=attention,
         device=device,
         devices_per_node=per_node,
@@ -212,24 +200,6 @@ def run_of(row: Row, family: str) -> Run:
         rank_group=row["rank_group"],
         splits_experts=(_whole(row, "etp") or layout.tensor_parallel_degree) > 1,
         splits_vocabulary=bool(re.search(r"vocab parallel|interlaced", row["schedule"])),
-    )
-
-
-def _with_kernels(framework: Framework, row: Row) -> Framework:
-    """Kernels, and places of states, that a run names itself go before its framework's."""
-    is_compiled = bool(re.search(r"\bcompile", row["notes"]))
-    if "liger" in row["notes"].lower():
-        framework = replace(framework, logit_bytes=0, loss_bytes=0)
-    if row["system"] == MEGATRON_ZERO_3:
-        on_host = "PA_CPU=N" not in row["notes"]
-        framework = replace(framework, checkpoints_shards=True, offloads_checkpoints=on_host)
-    offloads = "offload" in row["zero_fsdp"].lower() and "Opt Offl=N" not in row["notes"]
-    return replace(
-        framework,
-        fuses_norm=framework.fuses_norm or is_compiled or "RMS kernel" in row["attention"],
-        fuses_elementwise=framework.fuses_elementwise or is_compiled,
-        offloads_states=framework.offloads_states or offloads,
-        keeps_gathered=framework.keeps_gathered or "no reshard" in row["zero_fsdp"],
     )
 
 
@@ -392,7 +362,7 @@ def _step_seconds(row: Row, layout: Layout, batch: int) -> float | None:
 
 def _recompute(text: str) -> RecomputeMode:
     lowered = text.lower()
-    if "full" in lowered and "none" not in lowered:
+    if re.search(r"full|\bmoe\b", lowered) and "none" not in lowered:
         return "full"
     return "selective" if "selective" in lowered or "act" in lowered else "none"
 

@@ -65,7 +65,8 @@ class Constants:
     workspace_bytes: float = 0.0
     """What libraries allocate through torch and keep: matrix product workspaces, communication buffers."""
     cached_bytes: float = 0.0
-    """What the allocator keeps beyond its own peak: a device shows it, and gives it back before memory runs out."""
+    """What the allocator keeps beyond its own peak: reserved memory and the device show it; it is given back before
+    memory runs out."""
 
 
 DEFAULT = Constants()

@@ -82,6 +82,10 @@ class Framework:
     accumulates_whole: bool = False
     """ZeRO 3 with several micro-batches: every rank adds up whole gradients in fp32, which are scattered once per step
     (FSDP2's set_requires_gradient_sync(False))."""
+    copied_gradient_bytes: int = 0
+    """Per parameter, of copies that the reduction makes of gradients in half precision, whole at any ZeRO stage."""
+    steps_in_backward: bool = False
+    """The optimizer steps as soon as a layer has its gradients, which are freed then."""
     offloads_states: bool = False
     """Optimizer states and master copy lie in the host's memory (ZeRO-Offload, Ren et al. 2021)."""
     offloads_checkpoints: bool = False
@@ -199,7 +203,13 @@ _ALL = (
     Framework("fsdp", "torch FSDP FULL_SHARD", fp32_master=False, overlaps_reduction=True, overlaps_gathers=True),
     Framework("deepspeed", "microsoft/DeepSpeed ZeRO", overlaps_reduction=True, overlaps_gathers=True),
     Framework("litgpt", "Lightning-AI/litgpt with Fabric", fuses_norm=False, overlaps_reduction=True),
-    Framework("torchtune", "pytorch/torchtune recipes", overlaps_reduction=True),
+    Framework(
+        "torchtune",
+        "pytorch/torchtune recipes: dtype: bf16, enable_activation_checkpointing: True",
+        is_pure=True,
+        recompute="full",
+        overlaps_reduction=True,
+    ),
     Framework(
         "libai",
         "Oneflow-Inc/libai: OneFlow's static graph",

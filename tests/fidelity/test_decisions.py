@@ -13,10 +13,10 @@ from tests.fidelity.support import run
 
 
 def test_a_factor_is_found_between_what_ran_and_what_did_not() -> None:
-    """Runs need 10 + f x GB of 100: if those with f x = 90 / 1.3 and less ran, the factor is 1.3."""
+    """Runs need 10 + f x GB of 100: if those with f x = 90 / 1.3 and less ran, the factor is 1.3, or little more."""
     sizes = [60 + step for step in range(20)]
     decisions = [Decision((10e9,), (size * 1e9,), 100_000_000_000, 10 + 1.3 * size > 100) for size in sizes]
-    assert fit_decisions(decisions).allocated_factor == pytest.approx(1.3, abs=0.03)
+    assert 1.3 <= fit_decisions(decisions).allocated_factor <= 1.35
 
 
 def test_without_decisions_nothing_is_lost() -> None:

@@ -1,0 +1,93 @@
+"""The framework and the attention kernel of a run: the framework's traits, as far as its row does not say otherwise.
+
+compiled, RMS kernel    norms, and what stands between matrix products, in one kernel each
+Liger                   output layer and loss chunk by chunk: no logits are kept (Liger-Kernel's
+                        FusedLinearCrossEntropy)
+no reshard              gathered parameters stay until the backward
+offload, Paged          optimizer states on the host (ZeRO-Offload; bitsandbytes' paged optimizers), not where the
+                        notes say ``Opt Offl=N``
+opt-in-bwd              the optimizer steps in the backward
+Megatron + ZeRO 3       DeepSpeed's example of Megatron-LM with ZeRO 3 and BigScience's scripts after it: Megatron's
+                        kernels, checkpoints partitioned over tensor-parallel ranks (``PA=true``) and on the host
+                        (``PA_CPU=true``), not where the notes say ``PA_CPU=N``
+Megatron-DeepSpeed      before DeepSpeed took gradients over in hooks (2023): copies of gradients in half precision.
+                        A run without flash attention is taken to be of that time
+Megatron's tests        what their arguments say (`planner.fidelity.arguments`)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from planner.fidelity.arguments import Arguments, attention_with, framework_with
+from planner.fidelity.names import attention_of, framework_of
+from planner.spec.frameworks import AttentionKernel, Framework
+from planner.spec.profile import DataType
+
+MEGATRON_ZERO_3 = "Megatron+DeepSpeed ZeRO-3"
+COPIED_GRADIENTS: dict[DataType, int] = {"fp16": 2, "bf16": 4, "fp32": 0}
+"""Bytes per parameter: of the flattened bucket-wise copies, and beside BF16_Optimizer's fp32 gradients also of those
+that autograd leaves."""
+
+
+def setting_of(
+    row: Mapping[str, str], device: str, dtype: DataType, given: Arguments | None
+) -> tuple[Framework, AttentionKernel]:
+    """Framework and attention kernel of a row.
+
+    Args:
+        row: of a file of runs.
+        device: catalogue id.
+        dtype: of activations.
+        given: Megatron-LM's arguments; None: not listed.
+    """
+    framework = framework_of(row["system"])
+    attention = attention_of(row["attention"], framework, device)
+    if not row["attention"]:
+        attention = _unnamed(attention, row, given)
+    framework = replace(framework, **_of_era(framework, attention, dtype), **_of_words(framework, row))
+    if row["system"] == MEGATRON_ZERO_3:
+        framework = _megatron_zero_3(framework, row)
+    return framework if given is None else framework_with(framework, given), attention
+
+
+def _unnamed(attention: AttentionKernel, row: Mapping[str, str], given: Arguments | None) -> AttentionKernel:
+    """The kernel of a row that names none."""
+    if row["system"] == MEGATRON_ZERO_3:
+        return "fused-softmax"
+    return attention if given is None else attention_with(attention, given)
+
+
+def _of_era(framework: Framework, attention: AttentionKernel, dtype: DataType) -> dict[str, Any]:
+    copies = framework.name == "megatron-deepspeed" and attention != "flash"
+    return {"copied_gradient_bytes": COPIED_GRADIENTS[dtype]} if copies else {}
+
+
+def _of_words(framework: Framework, row: Mapping[str, str]) -> dict[str, Any]:
+    """Kernels and places of states that the row names."""
+    system, notes, sharding = row["system"], row["notes"], row["zero_fsdp"]
+    is_compiled = bool(re.search(r"\bcompile", notes))
+    offloads = "offload" in sharding.lower() and "Opt Offl=N" not in notes
+    named = {
+        "fuses_norm": is_compiled or "RMS kernel" in row["attention"],
+        "fuses_elementwise": is_compiled,
+        "steps_in_backward": "opt-in-bwd" in system,
+        "offloads_states": offloads or "Paged" in system,
+        "keeps_gathered": "no reshard" in sharding,
+    }
+    traits: dict[str, Any] = {name: getattr(framework, name) or said for name, said in named.items()}
+    return traits | ({"logit_bytes": 0, "loss_bytes": 0} if "liger" in notes.lower() else {})
+
+
+def _megatron_zero_3(framework: Framework, row: Mapping[str, str]) -> Framework:
+    return replace(
+        framework,
+        checkpoints_shards=True,
+        offloads_checkpoints="PA_CPU=N" not in row["notes"],
+        fuses_elementwise=True,
+        dropout="learned positions",
+        loss_bytes=2,
+    )
