@@ -328,7 +328,7 @@ def _waiting_for(layers: _Layers, others: Sequence[_Layers]) -> _Layers:
     for options, *same in zip(layers, *others, strict=True):
         key = tuple(map(id, (options, *same)))
         if key not in known:
-            known[key] = {mode: replace(cost, optimizer_ticks=slowest(mode, same)) for mode, cost in options.items()}
+            known[key] = {mode: cost._replace(optimizer_ticks=slowest(mode, same)) for mode, cost in options.items()}
         result.append(known[key])
     return tuple(result)
 
@@ -359,4 +359,4 @@ def _least_cost(costs: Sequence[LayerCost]) -> LayerCost:
         return costs[0]
     smallest = {name: min(getattr(cost, name) for cost in costs) for name in _SMALLEST}
     weight = max(cost.backward_weight_ticks for cost in costs)
-    return replace(costs[0], **smallest, backward_weight_ticks=weight)
+    return costs[0]._replace(**smallest, backward_weight_ticks=weight)
