@@ -14,14 +14,12 @@ them. With b samples, s tokens, h hidden, a heads, f feed-forward size, t the te
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from planner.spec.frameworks import AttentionKernel, Framework
 from planner.spec.profile import (
     BYTES_PER_ELEMENT,
-    Collective,
-    CollectiveName,
     DataType,
     LayerProfile,
     Measurement,
@@ -30,9 +28,14 @@ from planner.spec.profile import (
     RecomputeMode,
     SharedParameters,
 )
+from profiler.transformer_tally import Tally
 
-VOCABULARY_MULTIPLE = 128
-"""Embeddings are padded to a multiple of this x the tensor-parallel degree (Megatron-LM)."""
+FUSED_ATTENTION: dict[AttentionKernel, Literal["attention", "attention-1", "attention-3"]] = {
+    "flash": "attention",
+    "flash-1": "attention-1",
+    "flash-3": "attention-3",
+}
+"""Kernels that keep no scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,61 +117,6 @@ class Shard:
         return self.tokens // self.tensor if self.sequence_parallel else self.tokens
 
 
-@dataclass(slots=True)
-class _Tally:
-    """What one layer's forward runs, keeps and exchanges."""
-
-    operations: list[Operation] = field(default_factory=list)
-    collectives: list[Collective] = field(default_factory=list)
-    saved_bytes: int = 0
-    core_saved_bytes: int = 0
-    """The part of attention that selective recomputation drops."""
-    plain_saved_bytes: int = 0
-    """What neither products nor attention make: selective recomputation by operators drops it."""
-    core: tuple[int, int] = (0, 0)
-    """The operations of attention proper, which selective recomputation runs again: [start, stop)."""
-    temporary_bytes: int = 0
-
-    def matmul(self, m: float, n: float, k: float, *, size: int, batch: int = 1, count: int = 1) -> int:
-        """A product (m, k) x (k, n); returns its FLOPs."""
-        m_, n_, k_ = max(1, round(m)), max(1, round(n)), max(1, round(k))
-        flops = 2 * m_ * n_ * k_ * batch
-        moved = size * batch * (m_ * n_ + n_ * k_ + m_ * k_)
-        self.operations.append(
-            Operation(kind="matmul", count=count, flops=flops, bytes=moved, m=m_, n=n_, k=k_, batch=batch)
-        )
-        return flops
-
-    def memory(self, moved_bytes: float, count: int = 1, *, kind: Literal["memory", "softmax"] = "memory") -> None:
-        """Kernels bound by the bytes they move."""
-        self.operations.append(Operation(kind=kind, count=count, flops=0, bytes=round(moved_bytes)))
-
-    def exchange(
-        self,
-        phase: Literal["forward", "backward"],
-        operation: CollectiveName,
-        size: float,
-        count: int = 1,
-        group: Literal["tensor", "context", "expert"] = "tensor",
-    ) -> None:
-        """A collective on a tensor of `size` bytes."""
-        self.collectives.append(
-            Collective(group=group, phase=phase, operation=operation, bytes=round(size), count=count)
-        )
-
-    @property
-    def flops(self) -> int:
-        """Of the forward."""
-        return sum(one.count * one.flops for one in self.operations)
-
-    def replayed(self, mode: RecomputeMode, *, operators: bool) -> tuple[Operation, ...]:
-        """What the backward runs again; `operators`: selectively, all but products and attention."""
-        if mode == "selective" and operators:
-            return tuple(one for one in self.operations if one.kind in ("memory", "softmax"))
-        start, stop = {"none": (0, 0), "selective": self.core, "full": (0, len(self.operations))}[mode]
-        return tuple(self.operations[start:stop])
-
-
 @dataclass(frozen=True, slots=True)
 class TransformerCounter:
     """Counts the layers of one shape under one framework's traits."""
@@ -232,13 +180,16 @@ class TransformerCounter:
     def _padded_vocabulary(self) -> int:
         if not self.shape.vocabulary:
             return 0
-        multiple = VOCABULARY_MULTIPLE * self.shard.tensor
+        multiple = self.framework.vocabulary_multiple * self.shard.tensor
+        if not multiple:
+            return self.shape.vocabulary // self.shard.tensor * self.shard.tensor
         return -(-self.shape.vocabulary // (multiple * self.heads)) * multiple
 
-    def _row(self, tally: _Tally, mode: RecomputeMode, output_bytes: int, parameters: int, experts: int) -> Measurement:
-        operators = self.framework.selective == "operators"
-        shard, flops, again = self.shard, tally.flops, tally.replayed(mode, operators=operators)
-        dropped = tally.plain_saved_bytes if operators else tally.core_saved_bytes
+    def _row(self, tally: Tally, mode: RecomputeMode, output_bytes: int, parameters: int, experts: int) -> Measurement:
+        selective = self.framework.selective
+        shard, flops, again = self.shard, tally.flops, tally.replayed(mode, self.framework)
+        dropped = tally.core_saved_bytes if selective == "attention" else tally.plain_saved_bytes
+        dropped += tally.second_saved_bytes if selective == "alternate" else 0
         kept = tally.saved_bytes - (dropped if mode == "selective" else 0)
         held = tally.saved_bytes - kept
         if mode == "full":
@@ -280,7 +231,7 @@ class TransformerCounter:
         return self.size * self.shard.split_tokens * self.shape.hidden
 
     def _block_row(self, mode: RecomputeMode) -> Measurement:
-        tally = _Tally()
+        tally = Tally()
         self._attention(tally)
         self._feed_forward(tally)
         shape, shard = self.shape, self.shard
@@ -289,7 +240,7 @@ class TransformerCounter:
         norms = shape.block_parameters - shape.attention_parameters - max(1, shape.experts) * shape.expert_parameters
         return self._row(tally, mode, self._hidden_bytes(), dense // shard.tensor + norms + experts, experts)
 
-    def _norm(self, tally: _Tally) -> None:
+    def _norm(self, tally: Tally) -> None:
         """Reads and writes the hidden tensor, keeps its input and output; unfused ones keep fp32 copies besides."""
         elements = self.shard.split_tokens * self.shape.hidden
         tally.saved_bytes += 2 * self.size * elements
@@ -297,13 +248,12 @@ class TransformerCounter:
         if self.framework.fuses_norm:
             tally.memory(2 * self.size * elements)
         else:
-            tally.memory((self.size + 4) * elements)
-            tally.memory(4 * 2 * elements, 2)
-            tally.memory((4 + self.size) * elements)
+            for moved in (self.size + 4, 4 + 4, 4, 4 + 4, 4 + self.size, 2 * self.size):
+                tally.memory(moved * elements)  # to fp32, square, mean, scale, back, weight
             tally.saved_bytes += 4 * elements
             tally.plain_saved_bytes += 4 * elements
 
-    def _residual(self, tally: _Tally) -> None:
+    def _residual(self, tally: Tally) -> None:
         """Bias, dropout and residual addition."""
         elements = self.shard.split_tokens * self.shape.hidden
         masks = int(self._drops)
@@ -315,7 +265,7 @@ class TransformerCounter:
             tally.memory((2 * self.size + 1) * elements)
             tally.memory(3 * self.size * elements)
 
-    def _enter(self, tally: _Tally) -> None:
+    def _enter(self, tally: Tally) -> None:
         """Into a tensor-parallel region: gather the tokens, or sum the gradients on the way back."""
         if self.shard.tensor == 1:
             return
@@ -331,7 +281,7 @@ class TransformerCounter:
         else:
             tally.exchange("backward", "all_reduce", whole)
 
-    def _leave(self, tally: _Tally) -> None:
+    def _leave(self, tally: Tally) -> None:
         """Out of a tensor-parallel region: sum the partial results."""
         if self.shard.tensor == 1:
             return
@@ -342,7 +292,7 @@ class TransformerCounter:
         else:
             tally.exchange("forward", "all_reduce", whole)
 
-    def _attention(self, tally: _Tally) -> None:
+    def _attention(self, tally: Tally) -> None:
         shape, shard, size = self.shape, self.shard, self.size
         head, tokens = shape.size_of_head, shard.tokens
         heads, kv = shape.heads / shard.tensor, max(1.0, shape.kv_heads / shard.tensor)
@@ -350,8 +300,10 @@ class TransformerCounter:
         self._norm(tally)
         self._enter(tally)
         tally.matmul(tokens, (heads + 2 * kv) * head, shape.hidden, size=size)
+        tally.second(tokens, kv * head, shape.hidden, size=size, kept=True)
+        tally.second(tokens, shape.hidden, heads * head, size=size, kept=False)
         if not shape.positions:
-            tally.memory(2 * size * (query + keys // 2))
+            self._rotary(tally, query + keys // 2)
         tally.saved_bytes += size * (query + keys)
         if self.framework.packs_projections:
             tally.saved_bytes += size * (query + keys // 2)
@@ -367,17 +319,25 @@ class TransformerCounter:
         self._leave(tally)
         self._residual(tally)
 
-    def _scores(self, tally: _Tally, heads: float, query: int, keys: int) -> None:
+    def _rotary(self, tally: Tally, elements: int) -> None:
+        """Rotates queries and keys in one kernel; or x cos + turned(x) sin in five: negate, join, two products, sum."""
+        if self.framework.fuses_elementwise:
+            tally.memory(2 * self.size * elements)
+            return
+        for moved in (1, 2, 2, 2, 3):
+            tally.memory(moved * self.size * elements)
+
+    def _scores(self, tally: Tally, heads: float, query: int, keys: int) -> None:
         """Attention proper: equation (A3)."""
         shape, shard, size = self.shape, self.shard, self.size
         length, local = shard.sequence_length, shard.sequence_length // shard.context
         batch = max(1, round(shard.micro_batch_size * heads))
         scores = batch * length * local
-        if self.attention == "flash":
+        if self.attention in FUSED_ATTENTION:
             flops = 2 * scores * shape.size_of_head
             tally.operations.append(
                 Operation(
-                    kind="attention",
+                    kind=FUSED_ATTENTION[self.attention],
                     count=1,
                     flops=flops,
                     bytes=size * (2 * query + keys),
@@ -411,7 +371,7 @@ class TransformerCounter:
         tally.core_saved_bytes += core
         tally.plain_saved_bytes += core
 
-    def _feed_forward(self, tally: _Tally) -> None:
+    def _feed_forward(self, tally: Tally) -> None:
         shape, shard = self.shape, self.shard
         self._norm(tally)
         self._enter(tally)
@@ -422,12 +382,16 @@ class TransformerCounter:
         self._leave(tally)
         self._residual(tally)
 
-    def _network(self, tally: _Tally, tokens: float, count: int, parts: int) -> None:
+    def _network(self, tally: Tally, tokens: float, count: int, parts: int) -> None:
         """One feed-forward network, or its part on one of `parts` ranks, over `tokens` tokens, `count` times."""
         shape, size = self.shape, self.size
         inner = shape.feed_forward / parts
         width = 2 * inner if shape.is_gated else inner
         tally.matmul(tokens, width, shape.hidden, size=size, count=count)
+        if shape.is_gated:
+            tally.second(tokens * count, inner, shape.hidden, size=size, kept=True)
+        else:
+            tally.second(tokens * count, shape.hidden, inner, size=size, kept=False)
         moved = size * tokens * (width + inner)
         if self.framework.fuses_elementwise:
             tally.memory(moved, count)
@@ -443,7 +407,7 @@ class TransformerCounter:
         tally.plain_saved_bytes += result
         tally.matmul(tokens, shape.hidden, inner, size=size, count=count)
 
-    def _experts(self, tally: _Tally) -> None:
+    def _experts(self, tally: Tally) -> None:
         """Route, exchange, run the local experts, exchange back: equation (A4)."""
         shape, shard, size = self.shape, self.shard, self.size
         routed = (shard.tokens if shard.splits_experts else shard.split_tokens) * shape.experts_per_token
@@ -460,7 +424,7 @@ class TransformerCounter:
         tally.memory(3 * size * routed * shape.hidden)
 
     def _embedding_row(self) -> Measurement:
-        tally, elements = _Tally(), self.shard.split_tokens * self.shape.hidden
+        tally, elements = Tally(), self.shard.split_tokens * self.shape.hidden
         if not self.shape.vocabulary:
             return self._row(tally, "none", self._hidden_bytes(), 0, 0)
         tally.memory(2 * self.size * self.shard.tokens * self.shape.hidden)
@@ -478,7 +442,7 @@ class TransformerCounter:
 
     def _head_row(self) -> Measurement:
         shape, shard, size = self.shape, self.shard, self.size
-        tally = _Tally()
+        tally = Tally()
         if not shape.vocabulary:
             return self._row(tally, "none", 0, 0, 0)
         self._norm(tally)

@@ -98,7 +98,7 @@ def _curves(spec: DeviceSpec, architecture: str) -> Iterator[dict[str, Any]]:
     fitted = {one.framework: one for one in shipped() if one.architecture == architecture}
     for name, framework in ((OURS, OURS), ("other frameworks", ANY)):
         constants = constants_for(framework, architecture)
-        has_fit = framework in fitted and constants.matmul_fraction is not None
+        has_fit = framework in fitted and constants.matmul_edge > 0
         if not has_fit and framework == ANY:
             continue
         source = f"fitted; {fitted[framework].source}" if has_fit else _untold(spec)

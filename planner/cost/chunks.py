@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.cost.compute import Computation, computation
+from planner.cost.compute import ATTENTION, Computation, computation
 from planner.spec.calibration import Constants
 from planner.spec.cluster import DeviceSpec
 from planner.spec.profile import BYTES_PER_ELEMENT, DataType, Measurement, Operation
@@ -82,7 +82,7 @@ def attention_part(
         plain: the one that recomputes least.
         input_ticks: of the input gradient.
     """
-    attention = [operation for operation in plain.operations if operation.kind == "attention"]
+    attention = [operation for operation in plain.operations if operation.kind in ATTENTION]
     flops, whole = sum(each.count * each.flops for each in attention), plain.forward_flops
     moved = sum(each.count * each.bytes for each in attention)
     if not flops:

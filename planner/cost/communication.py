@@ -3,8 +3,11 @@
 Latency-bandwidth model of the ring (Thakur, Rabenseifner, Gropp 2005; Patarasuk, Yuan 2009). For S bytes, n ranks,
 latency a and bandwidth b of one device and direction:
 
-    (L1)  ring reduce-scatter or all-gather   (n - 1) a + (n - 1)/n S/b                     -> ring_seconds()
-    (L2)  all-reduce                          reduce-scatter, then all-gather               -> collective_seconds()
+    (L1)  ring reduce-scatter or all-gather   (n - 1) a + (n - 1 + x)/n S/b, x steps that move nothing over a link:
+                                              inside a node NCCL's kernel, which sets the pace there, copies once more
+                                              (src/device/all_gather.h and reduce_scatter.h: n steps; all_reduce.h:
+                                              2 n - 1), between nodes x = 0                 -> ring_seconds()
+    (L2)  all-reduce                          reduce-scatter, then all-gather, the same x once -> collective_seconds()
     (L3)  over nodes with k members each      inside with S, then between the nodes with S/k -> collective_seconds()
           (hierarchical; every member drives its own network card); members unevenly spread over the nodes run one
           flat ring at the slower link
@@ -47,12 +50,15 @@ def group_of(ranks: Sequence[int], domain_devices: int) -> Group:
     return Group(len(ranks), len(per_node), max(per_node.values()))
 
 
-def ring_seconds(size_bytes: float, ranks: int, link: Link, *, latency: bool = True) -> float:
-    """One pass round the ring: equation (L1)."""
+def ring_seconds(
+    size_bytes: float, ranks: int, link: Link, *, passes: int = 1, copies: float = 0.0, latency: bool = True
+) -> float:
+    """So many passes round the ring: equations (L1) and (L2)."""
     if ranks == 1:
         return 0.0
-    moved = (ranks - 1) / ranks * size_bytes / link.bandwidth_bytes_per_second
-    return (ranks - 1) * link.latency_seconds + moved if latency else moved
+    hops = passes * (ranks - 1)
+    moved = (hops + copies) / ranks * size_bytes / link.bandwidth_bytes_per_second
+    return hops * link.latency_seconds + moved if latency else moved
 
 
 def collective_seconds(
@@ -63,6 +69,7 @@ def collective_seconds(
     inter_node: Link | None,
     *,
     latency: bool = True,
+    copies: float = 0.0,
 ) -> float:
     """Seconds of one collective on a full tensor of `size_bytes`: equations (L2) to (L5).
 
@@ -73,6 +80,7 @@ def collective_seconds(
         intra_node: link inside a node.
         inter_node: link between nodes; None: there is one node.
         latency: False leaves the hops' fixed costs out, as of one among many that follow each other.
+        copies: x of equation (L1).
     """
     if group.ranks == 1 or size_bytes == 0:
         return 0.0
@@ -82,12 +90,13 @@ def collective_seconds(
         return transfer_seconds(size_bytes, intra_node if group.nodes == 1 else between)
     passes = _RING_PASSES[operation]
     if group.nodes == 1:
-        return passes * ring_seconds(size_bytes, group.ranks, intra_node, latency=latency)
+        copies = 0.0 if operation == "all_to_all" else copies
+        return ring_seconds(size_bytes, group.ranks, intra_node, passes=passes, copies=copies, latency=latency)
     if operation == "all_to_all" or not group.is_even:
-        return passes * ring_seconds(size_bytes, group.ranks, between, latency=latency)
-    inside = ring_seconds(size_bytes, group.ranks_per_node, intra_node, latency=latency)
-    outside = ring_seconds(size_bytes / group.ranks_per_node, group.nodes, between, latency=latency)
-    return passes * (inside + outside)
+        return ring_seconds(size_bytes, group.ranks, between, passes=passes, latency=latency)
+    members, each = group.ranks_per_node, passes * copies
+    inside = ring_seconds(size_bytes, members, intra_node, passes=passes, copies=each, latency=latency)
+    return inside + ring_seconds(size_bytes / members, group.nodes, between, passes=passes, latency=latency)
 
 
 def transfer_seconds(size_bytes: float, link: Link) -> float:

@@ -3,7 +3,7 @@
 Williams, Waterman, Patterson, "Roofline" (CACM 2009), with a floor per kernel:
 
     (C1)  t(op) = max(flops / (peak * e), bytes / (bandwidth * memory fraction)) + launch   -> operation_seconds()
-          e = matmul fraction by shape (K1), x attention fraction for fused attention
+          e = matmul fraction by shape (K1), x attention fraction for fused attention, x its version's speed
     (C2)  forward = sum over operations of count * t(op)                                     -> forward_seconds()
     (C3)  a matrix product's backward is two products of the same size: one for the input, one for the weight;
           fused attention's backward does 2.5 times the forward's FLOPs (Dao, FlashAttention-2, section 3.1) and counts
@@ -20,6 +20,10 @@ from planner.errors import MismatchError
 from planner.spec.calibration import DEFAULT, Constants
 from planner.spec.cluster import DeviceSpec
 from planner.spec.profile import DataType, LayerProfile, Measurement, ModelProfile, Operation
+
+ATTENTION: dict[str, float] = {"attention": 1.0, "attention-1": 0.5, "attention-3": 1.75}
+"""Kinds of fused attention, and their speed against FlashAttention-2: "around 2x" the first's (Dao 2023, abstract); the
+third is "1.5-2.0x" as fast on Hopper (Shah et al. 2024, abstract)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +54,18 @@ def operation_seconds(
     if operation.kind == "softmax":
         return moving / constants.softmax_fraction + launch
     reached = device.peak_flops_per_second[dtype] * matmul_fraction(operation, device, constants)
-    if operation.kind == "attention":
-        reached *= constants.attention_fraction
+    if operation.kind in ATTENTION:
+        reached *= constants.attention_fraction * ATTENTION[operation.kind]
     return max(operation.flops * flops_factor / reached, moving) + launch
 
 
 def matmul_fraction(operation: Operation, device: DeviceSpec, constants: Constants) -> float:
     """What a product of this shape reaches of the peak: equation (K1)."""
-    largest = constants.matmul_fraction or device.achievable_fraction
-    if not operation.m or operation.kind == "attention":
+    largest = device.achievable_fraction * constants.matmul_fraction
+    if not operation.m or operation.kind in ATTENTION:
         return largest
+    if operation.n % 2 or operation.k % 2:
+        largest *= constants.unaligned_fraction
     return largest / (1 + constants.matmul_edge * (1 / operation.m + 1 / operation.n + 1 / operation.k))
 
 
@@ -80,7 +86,7 @@ def backward_seconds(
             once = operation.count * operation_seconds(operation, device, dtype, constants)
             of_input += once
             of_weight += once
-        elif operation.kind == "attention":
+        elif operation.kind in ATTENTION:
             of_input += operation.count * operation_seconds(
                 operation, device, dtype, constants, flops_factor=constants.attention_backward, bytes_factor=2.0
             )

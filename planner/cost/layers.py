@@ -176,4 +176,5 @@ def _refuse_unknown_splits(work: Workload, layout: Layout) -> None:
 def _reduction_latency_ticks(work: Workload, layout: Layout, groups: Groups) -> int:
     """Of an all-reduce among the ranks that sum gradients: under ZeRO among those of a group, then over the copies."""
     several = (groups.shard, groups.copies) if layout.zero_stage else (groups.data,)
-    return ticks(sum(collective_seconds("all_reduce", 1, one, work.intra_node, work.inter_node) for one in several))
+    links, copies = (work.intra_node, work.inter_node), work.constants.ring_copies
+    return ticks(sum(collective_seconds("all_reduce", 1, one, *links, copies=copies) for one in several))

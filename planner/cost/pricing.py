@@ -282,8 +282,9 @@ class LayerPricing:
         work = self.work
         if group.ranks == 1:
             return 0.0
-        between = collective_seconds(operation, size_bytes, group, work.intra_node, work.inter_node)
-        return between + work.constants.collective_seconds
+        links, copies = (work.intra_node, work.inter_node), work.constants.ring_copies
+        moving = collective_seconds(operation, size_bytes, group, *links, copies=copies)
+        return moving + work.constants.collective_seconds
 
     def _sharded(self, size_bytes: int, whole: _Whole, is_sharded: bool) -> int:
         """Bytes on one rank; experts are sharded over those ranks only that hold the same ones."""
@@ -384,4 +385,5 @@ class LayerPricing:
 
 def _bandwidth_seconds(work: Workload, operation: CollectiveName, size_bytes: int, group: Group) -> float:
     """A collective without its latency, which a stage pays once and not once per layer."""
-    return collective_seconds(operation, size_bytes, group, work.intra_node, work.inter_node, latency=False)
+    links, copies = (work.intra_node, work.inter_node), work.constants.ring_copies
+    return collective_seconds(operation, size_bytes, group, *links, copies=copies, latency=False)

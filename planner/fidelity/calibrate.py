@@ -3,8 +3,7 @@
 Time and memory are fitted apart, since no constant serves both:
 
     time      all constants of `planner.fidelity.fit.PRIORS`, per (framework, architecture) with `LEAST_ROWS` runs;
-              ("*", architecture) stands for every other framework: it is fitted to all runs of the architecture, in
-              which each framework weighs the same, with at most `MOST_ROWS` of its runs, evenly picked
+              ("*", architecture) stands for every other framework: the median of these, constant by constant
     memory    `allocated_factor`, `workspace_bytes`, and `cached_bytes` where memory was read from the device or is
               what torch reserved, per framework on all architectures: what an allocator loses is the framework's
               doing. A rank's bytes are linear in them, fixed + allocated_factor * scaled + workspace_bytes
@@ -21,11 +20,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from statistics import median
 
 from planner.cost import TICK_SECONDS, choose, evaluate, schedule_of
 from planner.errors import DocumentError, PlannerError, UnsupportedError
 from planner.fidelity.decisions import Decision, decision, fit_decisions
-from planner.fidelity.fit import Prior, fit
+from planner.fidelity.fit import PRIORS, Prior, fit, priors_of
 from planner.fidelity.outcomes import Pair, outcome, pair_of
 from planner.fidelity.predict import Prepared, predict_run, prepare
 from planner.fidelity.remarks import PLAIN, Remarks, RowKey
@@ -36,8 +36,6 @@ from planner.spec.plan import Prediction, RankMemory
 
 LEAST_ROWS = 5
 """Of a fit of its own."""
-MOST_ROWS = 100
-"""Of one framework in the fit that stands for all others."""
 MOST_OWN_ROWS = 300
 """Of a framework in its own fit, evenly picked: more would only take longer."""
 LEAST_OVERFLOWS = 5
@@ -57,12 +55,11 @@ class TimeFit:
 
     pair: Pair
     runs: tuple[Run, ...]
-    weights: tuple[float, ...] | None = None
 
     def solve(self) -> Constants:
         """The constants under which these steps are predicted best."""
         measured = [run.step_seconds or math.nan for run in self.runs]
-        return fit(StepSeconds(self.runs), measured, weights=self.weights)
+        return fit(StepSeconds(self.runs), measured, priors=priors_of(self.pair[1]))
 
 
 class StepSeconds:
@@ -191,17 +188,24 @@ def pairs_of(data: Measured) -> tuple[Pair, ...]:
 
 
 def time_fits(data: Measured, pairs: Iterable[Pair]) -> tuple[TimeFit, ...]:
-    """The fits that these pairs need: their own, or that of their architecture where they have too few runs."""
+    """The fits that these pairs need: their own, or all those of their architecture where they have too few runs."""
     by_pair: dict[Pair, list[Run]] = {}
     for run in data.times:
         by_pair.setdefault(pair_of(run), []).append(run)
-    enough = {pair for pair, runs in by_pair.items() if len(runs) >= LEAST_ROWS}
-    needed = dict.fromkeys(pair if pair in enough else (ANY, pair[1]) for pair in pairs)
-    fits = (
-        TimeFit(pair, _thinned(by_pair[pair], MOST_OWN_ROWS)) if pair in enough else _shared_fit(pair[1], by_pair)
-        for pair in needed
-    )
-    return tuple(one for one in fits if len(one.runs) >= LEAST_ROWS)
+    enough = {pair: runs for pair, runs in by_pair.items() if len(runs) >= LEAST_ROWS}
+    needed: dict[Pair, list[Run]] = {}
+    for pair in pairs:
+        needed |= {pair: enough[pair]} if pair in enough else _of_architecture(pair[1], by_pair, enough)
+    return tuple(TimeFit(pair, _thinned(runs, MOST_OWN_ROWS)) for pair, runs in needed.items())
+
+
+def _of_architecture(
+    architecture: str, by_pair: Mapping[Pair, list[Run]], enough: Mapping[Pair, list[Run]]
+) -> dict[Pair, list[Run]]:
+    """Runs by framework; those of frameworks with too few of them stand together, as those of one more."""
+    scarce = [run for pair, runs in by_pair.items() if pair[1] == architecture and pair not in enough for run in runs]
+    together = {(ANY, architecture): scarce} if len(scarce) >= LEAST_ROWS else {}
+    return {pair: runs for pair, runs in enough.items() if pair[1] == architecture} | together
 
 
 def _thinned(runs: Sequence[Run], most: int) -> tuple[Run, ...]:
@@ -209,12 +213,15 @@ def _thinned(runs: Sequence[Run], most: int) -> tuple[Run, ...]:
     return tuple(runs[:: -(-len(runs) // most)])
 
 
-def _shared_fit(architecture: str, by_pair: Mapping[Pair, Sequence[Run]]) -> TimeFit:
-    """All frameworks of an architecture, each with the same weight."""
-    kept = [_thinned(runs, MOST_ROWS) for pair, runs in by_pair.items() if pair[1] == architecture]
-    total = sum(map(len, kept))
-    weights = [total / (len(kept) * len(runs)) for runs in kept for _ in runs]
-    return TimeFit((ANY, architecture), tuple(run for runs in kept for run in runs), tuple(weights))
+def with_shared(times: Mapping[Pair, tuple[Constants, int]]) -> dict[Pair, tuple[Constants, int]]:
+    """With what stands for all other frameworks of an architecture: of every constant the median over its frameworks,
+    so that an odd one pulls nothing."""
+    known = dict(times)
+    for architecture in {architecture for _, architecture in times}:
+        own = [found for pair, found in times.items() if pair[1] == architecture]
+        middle = {name: median(getattr(constants, name) for constants, _ in own) for name in PRIORS}
+        known[ANY, architecture] = replace(DEFAULT, **middle), sum(rows for _, rows in own)
+    return known
 
 
 def memory_fits(data: Measured) -> dict[str, tuple[Constants, int]]:
@@ -250,7 +257,7 @@ def assemble(data: Measured, times: Mapping[Pair, tuple[Constants, int]], source
         times: by pair: time constants and the number of runs behind them.
         source: where the runs come from.
     """
-    memories = memory_fits(data)
+    times, memories = with_shared(times), memory_fits(data)
     kept = [pair for pair in pairs_of(data) if pair[0] == ANY or pair in times or pair[0] in memories]
     found = (_calibration(pair, times, memories, source) for pair in kept)
     return tuple(one for one in found if one.rows)

@@ -42,6 +42,7 @@ _FRAMEWORKS = (
     (r"deepspeed zero-3|zero-3|^deepspeed", "deepspeed"),
     (r"megatron-deepspeed|deepspeed 3d|megatron\+deepspeed|sailor", "megatron-deepspeed"),
     (r"aa-scaling|aleph", "aa-scaling"),
+    (r"vtrain", "vtrain"),
     (r"nanotron", "nanotron"),
     (r"torchtitan", "torchtitan"),
     (r"kempner", "kempnerforge"),
@@ -83,6 +84,10 @@ def attention_of(text: str, framework: Framework, device: str) -> AttentionKerne
     FlashAttention needs Turing or later (its README); a V100 keeps the scores.
     """
     lowered = text.lower()
+    if re.search(r"flash\D*1\.\d", lowered):
+        return "flash-1"
+    if re.search(r"fa[34]|flash\D*3", lowered):
+        return "flash-3"
     if re.search(r"flash|sdpa|fa[234]", lowered):
         return "flash"
     if lowered == "torch":

@@ -189,9 +189,7 @@ def run_of(row: Row, family: str) -> Run:
         sequence_length=_needed(row, "seq_len"),
         global_batch_size=batch,
         recompute=_recompute(row["recompute"]) if row["recompute"] else framework.recompute,
-        blocks_per_stage=blocks_of(
-            shape, layout, row["notes"], balances_head=framework.balances_head, ends=ends_with(given or {})
-        ),
+        blocks_per_stage=blocks_of(shape, layout, row["notes"], framework, ends=ends_with(given or {})),
         step_seconds=step,
         memory_bytes=memory,
         memory_kind=_memory_kind(row["mem_kind"]),

@@ -4,6 +4,8 @@ told                "stage sizes: 7-8-8-7" in layers, embedding and output layer
 ends told           first and last stage as told, equal numbers of blocks between them
 nanotron            a stage is full once the FLOPs up to its last block reach its share of the whole, the output
                     layer's among them (`balances_head`; nanotron's get_block_compute_costs)
+Aleph Alpha         equal numbers of layers, the embedding, the last norm and the output layer one each (`deals_layers`;
+                    pipe_partition_uniform), the first stages one more
 all others          equal numbers of blocks; where they do not divide, embedding and head count as one block each,
                     else the last stages hold one more
 """
@@ -11,8 +13,9 @@ all others          equal numbers of blocks; where they do not divide, embedding
 from __future__ import annotations
 
 import re
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
+from planner.spec.frameworks import Framework
 from planner.spec.layout import Layout
 from profiler.transformer import TransformerShape
 
@@ -21,7 +24,7 @@ Ends = tuple[int | None, int | None]
 
 
 def blocks_of(
-    shape: TransformerShape, layout: Layout, notes: str, *, balances_head: bool = False, ends: Ends = (None, None)
+    shape: TransformerShape, layout: Layout, notes: str, framework: Framework, *, ends: Ends = (None, None)
 ) -> tuple[int, ...]:
     """Blocks of every stage, in order."""
     stages, layers = layout.pipeline_parallel_degree * layout.virtual_stages_per_rank, shape.layers
@@ -32,8 +35,10 @@ def blocks_of(
         return (told[0] - 1, *told[1:-1], told[-1] - 1)
     if any(ends):
         return _between(layers, stages, ends)
-    if balances_head:
+    if framework.balances_head:
         return _by_flops(shape, stages)
+    if framework.deals_layers:
+        return _dealt(layers, stages)
     if layers % stages and (layers + 2) % stages == 0:
         each = (layers + 2) // stages
         return (each - 1, *(each,) * (stages - 2), each - 1)
@@ -48,6 +53,14 @@ def _told(notes: str) -> list[int]:
 def _equal(layers: int, stages: int) -> tuple[int, ...]:
     least, more = divmod(layers, stages)
     return tuple(least + (stages - more <= index) for index in range(stages))
+
+
+def _dealt(blocks: int, stages: int) -> tuple[int, ...]:
+    """Blocks among layers of which the first and the last two are none."""
+    least, more = divmod(blocks + 3, stages)
+    stops = list(accumulate(least + (index < more) for index in range(stages)))
+    inside = [min(max(stop - 1, 0), blocks) for stop in (0, *stops)]
+    return tuple(stop - start for start, stop in pairwise(inside))
 
 
 def _between(layers: int, stages: int, ends: Ends) -> tuple[int, ...]:

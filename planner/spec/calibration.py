@@ -1,7 +1,10 @@
 """The few constants that are fitted to measured runs: efficiencies of a device, host and network time of a framework.
 
-    (K1)  matmul fraction     e(m, n, k) = e_max / (1 + d/m + d/n + d/k): narrow shards of tensor parallelism are slower
-                              per FLOP; d is the edge below which a dimension does not fill the device's tiles
+    (K1)  matmul fraction     e(m, n, k) = a e_max u / (1 + d/m + d/n + d/k) of the peak, with a the best that was ever
+                              measured on the device (`achievable_fraction`): narrow shards of tensor parallelism are
+                              slower per FLOP; d is the edge below which a dimension does not fill the device's tiles;
+                              u counts where n or k is odd, as with GPT-2's 50,257 tokens: 16-bit rows then start at no
+                              multiple of 4 bytes, the least that an asynchronous copy moves (PTX: cp.async)
     (K2)  host floor          a layer cannot run faster than the host launches its kernels: seconds of a layer =
                               (device^4 + host^4)^(1/4), host = kernels x host seconds per kernel
     (K3)  links               bandwidth x fraction, latency + host time of one collective
@@ -26,10 +29,12 @@ from planner.errors import DocumentError
 class Constants:
     """What cannot be read from a data sheet or from code."""
 
-    matmul_fraction: float | None = None
-    """e_max: best large matrix product / peak; None: the device's `achievable_fraction`."""
+    matmul_fraction: float = 1.0
+    """e_max of equation (K1): a large matrix product in training / the best that was measured alone."""
     matmul_edge: float = 0.0
     """d of equation (K1), elements."""
+    unaligned_fraction: float = 1.0
+    """u of equation (K1)."""
     memory_fraction: float = 0.85
     """Of the data-sheet memory bandwidth that streaming kernels reach."""
     softmax_fraction: float = 1.0
@@ -46,6 +51,8 @@ class Constants:
     """Host time per kernel of a forward."""
     host_backward_seconds: float = 0.0
     """Host time per kernel of a backward."""
+    ring_copies: float = 0.0
+    """x of equation (L1): steps of a ring inside a node beyond those that move data over its links."""
     collective_seconds: float = 0.0
     """Fixed time of one collective besides the links' latency."""
     intra_node_fraction: float = 1.0

@@ -13,15 +13,20 @@ from typing import Literal, get_args
 from planner.errors import UnknownNameError
 from planner.spec.profile import RecomputeMode
 
-AttentionKernel = Literal["flash", "fused-softmax", "unfused"]
-"""flash: one kernel that keeps no scores (Dao et al. 2022); fused-softmax: scores in memory, scale, mask and softmax in
-one kernel (Megatron-LM); unfused: one kernel each."""
+AttentionKernel = Literal["flash", "flash-1", "flash-3", "fused-softmax", "unfused"]
+"""flash: one kernel that keeps no scores (Dao 2023, FlashAttention-2); flash-1, flash-3: its first version (Dao et al.
+2022), and the third, for Hopper and later (Shah et al. 2024);
+fused-softmax: scores in memory, scale, mask and softmax in one kernel (Megatron-LM); unfused: one kernel each."""
 
+Selective = Literal["attention", "operators", "alternate"]
+"""What selective recomputation runs again: attention proper (Korthikanti et al. 2022); every operation but products and
+attention (torch's selective activation checkpointing); or these and every second product."""
 Dropout = Literal["none", "learned positions", "always"]
 
 FrameworkName = Literal[
     "planner",
     "megatron-lm",
+    "vtrain",
     "megatron-core",
     "megatron-deepspeed",
     "aa-scaling",
@@ -63,9 +68,7 @@ class Framework:
     """Sequence parallelism: a product keeps its whole gathered input, and does not gather it anew in the backward."""
     fp32_gradients: bool = False
     """Gradients of bf16 parameters are accumulated and reduced in fp32 (fp16 ones stay, for their loss is scaled)."""
-    selective: Literal["attention", "operators"] = "operators"
-    """What selective recomputation runs again: attention proper (Korthikanti et al. 2022), or every operation but
-    matrix products and attention (torch's selective activation checkpointing)."""
+    selective: Selective = "operators"
     logit_bytes: int = 4
     """Per logit, kept for the loss's backward: an fp32 copy; 2: the half-precision logits themselves."""
     loss_bytes: int = 8
@@ -98,12 +101,19 @@ class Framework:
     """What a stage has sent is freed: its backward needs none of it."""
     balances_head: bool = False
     """Stages are cut by the blocks' FLOPs, the output layer's among them, instead of equal numbers of blocks."""
+    deals_layers: bool = False
+    """Stages hold equal numbers of layers, the embedding, the last norm and the output layer one each."""
+    vocabulary_multiple: int = 128
+    """Embeddings are padded to a multiple of this x the tensor-parallel degree; 0: cut to what that degree divides."""
     overlaps_reduction: bool = False
     """The data-parallel reduction runs beside the last micro-batch's backward."""
     overlaps_gathers: bool = False
     """ZeRO 1 and 2: updated parameters are gathered beside the next forward."""
     keeps_gathered: bool = False
     """ZeRO 3: gathered parameters stay until the backward (reshard_after_forward=False)."""
+    stops_recompute: bool = False
+    """Full recomputation ends before the block's last product, whose output no backward needs (early stop of
+    torch.utils.checkpoint without reentrance)."""
     checkpoints_shards: bool = False
     """A recomputed block keeps its input split over the tensor-parallel ranks."""
 
@@ -120,6 +130,18 @@ _ALL = (
         fp32_gradients=True,
         frees_outputs=True,
         loss_bytes=2,
+    ),
+    Framework(
+        "vtrain",
+        "VIA-Research/vTrain, src/model/gpt_modeling.py: Megatron-LM's layers, with vocabulary // tensor degree rows",
+        attention="fused-softmax",
+        fuses_elementwise=True,
+        dropout="learned positions",
+        selective="attention",
+        fp32_gradients=True,
+        frees_outputs=True,
+        loss_bytes=2,
+        vocabulary_multiple=0,
     ),
     Framework(
         "megatron-core",
@@ -149,7 +171,9 @@ _ALL = (
     ),
     Framework(
         "aa-scaling",
-        "Hagemann et al. 2023, arXiv 2311.05610: Megatron-style tensor and pipeline parallelism, ZeRO-1",
+        "Hagemann et al. 2023, arXiv 2311.05610: Megatron-style tensor and pipeline parallelism, ZeRO-1; stages by "
+        "Aleph-Alpha/scaling's pipe_partition_uniform",
+        deals_layers=True,
         gathers_logits=True,
         loss_bytes=14,
         fuses_norm=False,
@@ -157,23 +181,27 @@ _ALL = (
     Framework(
         "nanotron",
         "huggingface/nanotron: fp32 accumulation, ZeRO-1; CausalSelfAttention packs its projections; without "
-        "tp_recompute_allgather; sharded_cross_entropy; get_block_compute_costs",
+        "tp_recompute_allgather; sharded_cross_entropy; get_block_compute_costs; make_vocab_size_divisible_by 1",
         fp32_gradients=True,
         copies_attention=True,
         packs_projections=True,
         keeps_gathered_inputs=True,
         balances_head=True,
+        vocabulary_multiple=1,
         loss_bytes=4,
     ),
     Framework(
         "torchtitan",
-        "pytorch/torchtitan: FSDP2 with fp32 shards cast to bf16; blocks compiled where a run says so",
+        "pytorch/torchtitan: FSDP2 with fp32 shards cast to bf16; blocks compiled where a run says so; "
+        "activation_checkpoint.py recomputes every second mm",
+        selective="alternate",
         fuses_norm=False,
         keeps_gathered_inputs=True,
         fp32_master=False,
         fp32_gradients=True,
         overlaps_reduction=True,
         overlaps_gathers=True,
+        stops_recompute=True,
     ),
     Framework(
         "kempnerforge",
@@ -189,6 +217,7 @@ _ALL = (
         loss_bytes=4,
         overlaps_reduction=True,
         overlaps_gathers=True,
+        stops_recompute=True,
     ),
     Framework(
         "llm-foundry",
@@ -199,8 +228,16 @@ _ALL = (
         loss_bytes=2,
         overlaps_reduction=True,
         overlaps_gathers=True,
+        stops_recompute=True,
     ),
-    Framework("fsdp", "torch FSDP FULL_SHARD", fp32_master=False, overlaps_reduction=True, overlaps_gathers=True),
+    Framework(
+        "fsdp",
+        "torch FSDP FULL_SHARD",
+        fp32_master=False,
+        overlaps_reduction=True,
+        overlaps_gathers=True,
+        stops_recompute=True,
+    ),
     Framework("deepspeed", "microsoft/DeepSpeed ZeRO", overlaps_reduction=True, overlaps_gathers=True),
     Framework("litgpt", "Lightning-AI/litgpt with Fabric", fuses_norm=False, overlaps_reduction=True),
     Framework(

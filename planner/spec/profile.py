@@ -19,8 +19,9 @@ BYTES_PER_ELEMENT: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 class Operation(Document):
     """A kind of kernel inside a layer's forward, so that a device's efficiency on its shape can be priced."""
 
-    kind: Literal["matmul", "attention", "convolution", "memory", "softmax"]
-    """``memory``, and ``softmax`` over attention scores: bound by bytes moved, their FLOPs do not count."""
+    kind: Literal["matmul", "attention", "attention-1", "attention-3", "convolution", "memory", "softmax"]
+    """``attention``, fused; ``attention-1``, ``attention-3``: by the first and third FlashAttention;
+    ``memory``, and ``softmax`` over attention scores: bound by bytes moved, their FLOPs do not count."""
     count: int = Field(ge=1)
     """How often the layer's forward runs it."""
     flops: int = Field(ge=0)

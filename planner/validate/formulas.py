@@ -16,6 +16,8 @@ from planner.spec.profile import BYTES_PER_ELEMENT, DataType, Measurement, Opera
 from planner.validate.communicators import Spread
 
 ATTENTION_BACKWARD_BYTES = 2.0
+FUSED_ATTENTION = {"attention-1": 1 / 2, "attention": 1.0, "attention-3": 7 / 4}
+"""Speed of each version of FlashAttention against the second."""
 SMOOTHNESS = 4
 """Exponent of equation (K2)."""
 
@@ -114,7 +116,7 @@ def _operation_seconds(one: Operation, machine: Machine) -> tuple[float, float, 
     forward = one.count * _kernel(one, machine, 1.0, 1.0)
     if one.kind in ("matmul", "convolution"):
         return forward, forward, forward
-    if one.kind == "attention":
+    if one.kind in FUSED_ATTENTION:
         backward = _kernel(one, machine, constants.attention_backward, ATTENTION_BACKWARD_BYTES)
         return forward, one.count * backward, 0.0
     return forward, one.count * _kernel(one, machine, 0.0, constants.memory_backward), 0.0
@@ -128,10 +130,11 @@ def _kernel(one: Operation, machine: Machine, flops: float, size: float) -> floa
     moving = one.bytes * size / (bandwidth * constants.memory_fraction) if bandwidth else 0.0
     if one.kind in ("memory", "softmax"):
         return moving / (constants.softmax_fraction if one.kind == "softmax" else 1.0) + launch
-    efficiency = constants.matmul_fraction or device.achievable_fraction
-    if one.kind == "attention":
-        efficiency *= constants.attention_fraction
+    efficiency = device.achievable_fraction * constants.matmul_fraction
+    if one.kind in FUSED_ATTENTION:
+        efficiency *= constants.attention_fraction * FUSED_ATTENTION[one.kind]
     elif one.m:
+        efficiency *= constants.unaligned_fraction if one.n % 2 or one.k % 2 else 1.0
         efficiency /= 1 + constants.matmul_edge * (1 / one.m + 1 / one.n + 1 / one.k)
     computing = one.flops * flops / (device.peak_flops_per_second[dtype] * efficiency)
     return max(computing, moving) + launch
@@ -153,25 +156,35 @@ def send_seconds(size_bytes: float, link: Link) -> float:
 
 
 def collective_seconds(
-    operation: str, size_bytes: float, spread: Spread, intra: Link, inter: Link, *, latency: bool = True
+    operation: str,
+    size_bytes: float,
+    spread: Spread,
+    intra: Link,
+    inter: Link,
+    *,
+    copies: float = 0.0,
+    latency: bool = True,
 ) -> float:
-    """One collective on a tensor of this full size; `latency` False leaves the hops' fixed costs out."""
+    """One collective on a tensor of this full size; `copies` are a ring's steps inside a node that no link sees, and
+    `latency` False leaves the hops' fixed costs out."""
     if spread.ranks == 1 or size_bytes == 0:
         return 0.0
     slowest = intra if spread.nodes == 1 else inter
     if operation == "broadcast":
         return send_seconds(size_bytes, slowest)
+    rounds = 2 if operation == "all_reduce" else 1
     is_even = spread.nodes * spread.fullest == spread.ranks
     if spread.nodes > 1 and is_even and operation != "all_to_all":
-        inside = _ring(size_bytes, spread.fullest, intra, latency)
-        once = inside + _ring(size_bytes / spread.fullest, spread.nodes, inter, latency)
-    else:
-        once = _ring(size_bytes, spread.ranks, slowest, latency)
-    return 2 * once if operation == "all_reduce" else once
+        inside = _ring(size_bytes, spread.fullest, intra, rounds, rounds * copies, latency)
+        return inside + _ring(size_bytes / spread.fullest, spread.nodes, inter, rounds, 0.0, latency)
+    is_copied = spread.nodes == 1 and operation != "all_to_all"
+    return _ring(size_bytes, spread.ranks, slowest, rounds, copies if is_copied else 0.0, latency)
 
 
-def _ring(size_bytes: float, ranks: int, link: Link, latency: bool) -> float:
-    """(n - 1) hops, each with the n-th part: equation (L1)."""
-    hops = ranks - 1
+def _ring(size_bytes: float, ranks: int, link: Link, rounds: int, copies: float, latency: bool) -> float:
+    """(n - 1) hops of every round and some copies, each with the n-th part: equation (L1)."""
+    if ranks == 1:
+        return 0.0
+    hops = rounds * (ranks - 1)
     waiting = hops * link.latency_seconds if latency else 0.0
-    return waiting + hops / ranks * size_bytes / link.bandwidth_bytes_per_second
+    return waiting + (hops + copies) / ranks * size_bytes / link.bandwidth_bytes_per_second

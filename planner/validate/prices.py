@@ -17,7 +17,7 @@ from planner.spec.profile import LayerProfile, Measurement, RecomputeMode, Share
 from planner.spec.recipes import OgpRecipe, ParameterCount, recipe
 from planner.validate.communicators import Site
 from planner.validate.facts import Facts
-from planner.validate.formulas import Machine, chunked_seconds, collective_seconds, send_seconds
+from planner.validate.formulas import FUSED_ATTENTION, Machine, chunked_seconds, collective_seconds, send_seconds
 
 NANOSECOND = 1e-9
 
@@ -77,12 +77,12 @@ class LayerPrice:
     @property
     def attention_flops(self) -> int:
         """Of the forward."""
-        return sum(each.count * each.flops for each in self.plain.operations if each.kind == "attention")
+        return sum(each.count * each.flops for each in self.plain.operations if each.kind in FUSED_ATTENTION)
 
     @property
     def attention_bytes(self) -> int:
         """Read and written by the forward's attention."""
-        return sum(each.count * each.bytes for each in self.plain.operations if each.kind == "attention")
+        return sum(each.count * each.bytes for each in self.plain.operations if each.kind in FUSED_ATTENTION)
 
     @property
     def attention_forward(self) -> int:
@@ -198,7 +198,8 @@ class Prices:
     def _collective(self, operation: str, size_bytes: float, group: str, *, latency: bool = True) -> float:
         """Seconds of a collective in one of the layout's groups."""
         spread, links = self.site.communicators[group]
-        return collective_seconds(operation, size_bytes, spread, *links, latency=latency)
+        copies = self.site.group.constants.ring_copies
+        return collective_seconds(operation, size_bytes, spread, *links, copies=copies, latency=latency)
 
     def _ranks(self, group: str) -> int:
         """Members of one of the layout's groups."""

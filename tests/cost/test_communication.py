@@ -25,6 +25,17 @@ def test_ring_is_one_hop_less_than_ranks() -> None:
     assert ring_seconds(MEGABYTE, 4, INTRA) == pytest.approx(RING_OF_FOUR)
 
 
+@pytest.mark.parametrize(("operation", "steps"), [("all_gather", 4), ("reduce_scatter", 4), ("all_reduce", 7)])
+def test_a_ring_copies_inside_a_node(operation: str, steps: int) -> None:
+    """(L1), (L2): with one copy more than hops, four ranks take four steps of a quarter, and an all-reduce seven; what
+    goes between nodes and all-to-alls do without."""
+    found = collective_seconds(operation, MEGABYTE, ON_ONE_NODE, INTRA, INTER, latency=False, copies=1.0)
+    assert found == pytest.approx(steps * 0.25e-3)
+    for other, group in (("all_to_all", ON_ONE_NODE), (operation, Group(4, 4, 1))):
+        plain, copied = (collective_seconds(other, MEGABYTE, group, INTRA, INTER, copies=each) for each in (0.0, 1.0))
+        assert plain == copied
+
+
 def test_ring_of_one_is_free() -> None:
     """Nobody to talk to takes no time."""
     assert ring_seconds(MEGABYTE, 1, INTRA) == 0

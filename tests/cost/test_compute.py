@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from planner.cost.compute import backward_seconds, computation, forward_seconds, operation_seconds, price
 from planner.errors import MismatchError
+from planner.spec.calibration import DEFAULT
 from planner.spec.profile import LayerProfile, Measurement, ModelProfile, Operation
 from tests.builders import device, four_equal_layers
 
@@ -53,6 +55,27 @@ def test_achievable_fraction_slows_products() -> None:
     """(C1): a device that reaches half its peak takes twice as long."""
     slow = device(achievable_fraction=0.5)
     assert operation_seconds(operation("matmul", flops=10**11), slow, "bf16") == pytest.approx(2e-3)
+
+
+@pytest.mark.parametrize(("n", "k"), [(50_257, 64), (64, 50_257)])
+def test_odd_rows_are_slow(n: int, k: int) -> None:
+    """(K1): where rows have an odd number of elements, a product reaches a part only of what it does beside it."""
+    constants = replace(DEFAULT, unaligned_fraction=0.25)
+    odd, even = (
+        Operation(kind="matmul", count=1, flops=10**11, bytes=0, m=128, n=each_n, k=each_k)
+        for each_n, each_k in ((n, k), (n + n % 2, k + k % 2))
+    )
+    slow, fast = (operation_seconds(each, DEVICE, "bf16", constants) for each in (odd, even))
+    assert (slow, fast) == (pytest.approx(4e-3), pytest.approx(1e-3))
+
+
+def test_versions_of_fused_attention() -> None:
+    """(C1): the first FlashAttention takes twice the second's time, the third 4/7 of it."""
+    first, second, third = (
+        operation_seconds(operation(kind, flops=6 * 10**10), DEVICE, "bf16")
+        for kind in ("attention-1", "attention", "attention-3")
+    )
+    assert (first, third) == (pytest.approx(2 * second), pytest.approx(second / 1.75))
 
 
 def test_attention_is_less_efficient() -> None:

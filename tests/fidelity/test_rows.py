@@ -92,6 +92,26 @@ def test_stages(layers: int, pp: int, notes: str, blocks: tuple[int, ...]) -> No
     assert run(layers=layers, pp=pp, notes=notes, gbs=8 * pp).blocks_per_stage == blocks
 
 
+def test_stages_of_aleph_alpha() -> None:
+    """43 layers, the embedding, the last norm and the head among them: 11, 11, 11 and 10."""
+    found = run(layers=40, pp=4, gbs=32, system="AA-Scaling (Megatron-style, PyTorch)")
+    assert found.blocks_per_stage == (10, 11, 11, 8)
+
+
+@pytest.mark.parametrize(
+    ("words", "kernel"),
+    [
+        ("flash_attentionv1.0.8", "flash-1"),
+        ("flash_attention2 + RMS kernel", "flash"),
+        ("flash-attn 2.5", "flash"),
+        ("FA3", "flash-3"),
+    ],
+)
+def test_versions_of_flash_attention(words: str, kernel: str) -> None:
+    """The first version and the third are kernels of their own."""
+    assert run(attention=words).attention == kernel
+
+
 def test_step_seconds_from_throughput() -> None:
     """Tokens of the batch / tokens per second of all devices."""
     assert run(gpus=4, step_s="", tokens_s_gpu=1000, gbs=8, seq_len=1024).step_seconds == pytest.approx(8 * 1024 / 4000)

@@ -151,6 +151,39 @@ def test_forward_flops() -> None:
     assert row.forward_flops == 24 * batch * sequence * hidden**2 + 4 * batch * sequence**2 * hidden
 
 
+@pytest.mark.parametrize(
+    ("framework", "tensor", "columns"),
+    [("megatron-lm", 1, 50_304), ("megatron-lm", 4, 12_672), ("nanotron", 4, 12_565), ("vtrain", 4, 12_564)],
+)
+def test_vocabularies_are_padded_as_by_their_framework(framework: str, tensor: int, columns: int) -> None:
+    """Megatron-LM pads GPT-2's 50,257 tokens to a multiple of 128 a rank, nanotron to whole ranks, vTrain cuts."""
+    head = counted(GPT3, Shard(1, 1024, tensor=tensor), framework=framework).layers[-1].measurements[0]
+    assert [one.n for one in head.operations if one.kind == "matmul"] == [columns]
+
+
+def test_every_second_product_runs_again() -> None:
+    """torchtitan's selective policy recomputes keys, the projection and the ungated half, and so keeps less."""
+    shard, tokens = Shard(1, 4096), 4096
+    plain, second = (
+        counted(LLAMA, shard, "flash", framework).layers[1].measurements for framework in ("fsdp", "torchtitan")
+    )
+    products = [one.n * one.k for one in second[1].recompute_operations if one.kind == "matmul"]
+    assert products == [4096 * 4096, 4096 * 4096, 4096 * 11008]
+    assert not any(one.kind == "matmul" for one in plain[1].recompute_operations)
+    dropped = [each[0].activation_bytes - each[1].activation_bytes for each in (plain, second)]
+    norms = dropped[1] - dropped[0] - 2 * tokens * (4096 + 11008)
+    assert norms == 2 * 4 * tokens * 4096  # torchtitan's norms keep an fp32 copy, which goes, too
+
+
+def test_recomputation_stops_early() -> None:
+    """Without reentrance the block's last product does not run again: no backward needs what it makes."""
+    whole, early = (
+        counted(LLAMA, Shard(1, 4096), "flash", framework).layers[1].measurements[2]
+        for framework in ("megatron-core", "kempnerforge")
+    )
+    assert whole.recompute_flops - early.recompute_flops == 2 * 4096 * 4096 * 11008
+
+
 def test_experts_work_on_the_tokens_they_get() -> None:
     """Two experts per token do twice the work of a dense network of their size, however many ranks share them."""
     dense = TransformerShape(1, 4096, 14336, 32, 8, 32000, is_gated=True, is_tied=False)

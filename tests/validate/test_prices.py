@@ -34,12 +34,12 @@ from tests.validate.mixed_instances import mixed_layouts
 amounts = st.integers(0, 10**12)
 operations = st.builds(
     Operation,
-    kind=st.sampled_from(["matmul", "attention", "convolution", "memory", "softmax"]),
+    kind=st.sampled_from(["matmul", "attention", "attention-1", "attention-3", "convolution", "memory", "softmax"]),
     count=st.integers(1, 5),
     flops=amounts,
     bytes=amounts,
     m=st.sampled_from([0, 64]),
-    n=st.just(256),
+    n=st.sampled_from([255, 256]),
     k=st.just(32),
 )
 devices = st.builds(
@@ -53,7 +53,8 @@ devices = st.builds(
 fractions = st.floats(0.1, 1.0)
 fitted = st.builds(
     Constants,
-    matmul_fraction=st.none() | fractions,
+    matmul_fraction=fractions,
+    unaligned_fraction=fractions,
     matmul_edge=st.floats(0, 200),
     memory_fraction=fractions,
     softmax_fraction=fractions,
@@ -104,18 +105,20 @@ def test_rooflines_agree(
     st.integers(1, 4),
     st.integers(1, 8),
     st.integers(0, 3),
+    st.sampled_from([0.0, 1.3]),
 )
-def test_collectives_agree(operation: Any, size: int, nodes: int, fullest: int, fewer: int) -> None:
+def test_collectives_agree(operation: Any, size: int, nodes: int, fullest: int, fewer: int, copies: float) -> None:
     """Any collective over any spread of ranks takes the same seconds in both."""
     ranks = max(nodes, nodes * fullest - min(fewer, fullest - 1 if nodes > 1 else 0))
     intra, inter = link(1e11, 3e-6), link(1e10, 1e-5)
-    one = cost_collective_seconds(operation, size, Group(ranks, nodes, fullest), intra, inter)
-    other = collective_seconds(operation, size, Spread(ranks, nodes, fullest), intra, inter)
+    one = cost_collective_seconds(operation, size, Group(ranks, nodes, fullest), intra, inter, copies=copies)
+    other = collective_seconds(operation, size, Spread(ranks, nodes, fullest), intra, inter, copies=copies)
     assert one == pytest.approx(other)
 
 
 steps = st.builds(
     Constants,
+    ring_copies=st.just(0.0) | st.just(1.1),
     collective_seconds=st.just(0.0) | st.just(1.00003e-6),
     transfer_seconds=st.just(0.0) | st.just(3.0000007e-6),
     optimizer_passes=st.floats(1, 3),
