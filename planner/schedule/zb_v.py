@@ -12,74 +12,29 @@ P ranks, M >= 2 P - 1 micro-batches, stages with equal f = i = w (half a rank's)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from planner.schedule.actions import Action, ActionKind
+from planner.schedule.actions import Action, ActionKind, actions_of
 from planner.schedule.entry import ScheduleEntry, Shape, v_placement
-
-KINDS = {kind.value: kind for kind in ActionKind}
 
 
 def rank_actions(shape: Shape, rank: int) -> tuple[Action, ...]:
     """The order for enough micro-batches, without those that the step does not have."""
     enough = max(shape.micro_batches, 2 * shape.ranks - 1)
-    writer = _Writer(down=rank, up=2 * shape.ranks - 1 - rank)
-    return tuple(
-        action for action in _order(writer, shape.ranks, rank, enough) if action.micro_batch < shape.micro_batches
-    )
+    following = {}
+    for stage, letters in ((rank, "FIW"), (2 * shape.ranks - 1 - rank, "fiw")):
+        units = [(stage, micro_batch) for micro_batch in range(enough)]
+        for letter in letters:
+            following[letter] = iter(actions_of(ActionKind(letter.upper()), units)).__next__
+    actions = [following[letter]() for letter in _order(shape.ranks, rank, enough)]
+    return tuple([action for action in actions if action.micro_batch < shape.micro_batches])
 
 
-class _Writer:
-    """Writes actions of a rank's two stages, each kind counting its own micro-batches up from 0."""
-
-    def __init__(self, down: int, up: int) -> None:
-        self._stages = {"down": down, "up": up}
-        self._next = {(way, kind): 0 for way in self._stages for kind in KINDS}
-
-    def done(self, way: str, kind: str) -> int:
-        """Actions of this kind written so far."""
-        return self._next[way, kind]
-
-    def write(self, way: str, kinds: str) -> Iterator[Action]:
-        """The next action of each kind, e.g. ``FIW``, on the way down or up."""
-        for kind in kinds:
-            micro_batch = self._next[way, kind]
-            self._next[way, kind] = micro_batch + 1
-            yield Action(self._stages[way], KINDS[kind], micro_batch)
-
-
-def _order(writer: _Writer, ranks: int, rank: int, micro_batches: int) -> Iterator[Action]:
-    yield from _warm_up(writer, ranks, rank)
-    yield from _steady(writer, micro_batches)
-    yield from _cool_down(writer, ranks, rank, micro_batches)
-
-
-def _warm_up(writer: _Writer, ranks: int, rank: int) -> Iterator[Action]:
-    for _ in range(2 * (ranks - rank) - 1):
-        yield from writer.write("down", "F")
-    for _ in range(rank):
-        yield from writer.write("up", "F")
-        yield from writer.write("down", "F")
-    for _ in range(ranks - rank):
-        yield from writer.write("up", "FIW")
-
-
-def _steady(writer: _Writer, micro_batches: int) -> Iterator[Action]:
-    while writer.done("up", "F") < micro_batches:
-        if writer.done("down", "F") < micro_batches:
-            yield from writer.write("down", "F")
-        yield from writer.write("down", "IW")
-        yield from writer.write("up", "FIW")
-
-
-def _cool_down(writer: _Writer, ranks: int, rank: int, micro_batches: int) -> Iterator[Action]:
-    for _ in range(rank):
-        yield from writer.write("down", "I")
-        yield from writer.write("up", "I")
-    for _ in range(ranks - rank):
-        yield from writer.write("down", "IW")
-    yield from writer.write("up", "W" * (micro_batches - writer.done("up", "W")))
-    yield from writer.write("down", "W" * (micro_batches - writer.done("down", "W")))
+def _order(ranks: int, rank: int, micro_batches: int) -> str:
+    """Kinds in capitals on the way down, in small letters on the way up; each counts its micro-batches up from 0."""
+    behind = ranks - rank
+    warm_up = "F" * (2 * behind - 1) + "fF" * rank + "fiw" * behind
+    steady = "FIWfiw" * (micro_batches - ranks - behind + 1) + "IWfiw" * (behind - 1)
+    cool_down = "Ii" * rank + "IW" * behind + "w" * rank + "W" * rank
+    return warm_up + steady + cool_down
 
 
 ZB_V = ScheduleEntry(
