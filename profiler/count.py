@@ -243,23 +243,26 @@ def check_request(
     limits.check(sequence_length, micro_batch_sizes, degrees, experts)
 
 
-def _check_sequence(source: ModelSource, sequence_length: int, degree: int) -> None:
+def _check_sequence(source: ModelSource, tokens: int, degree: int) -> None:
     """Refuse sequence parallelism of models, degrees and lengths that it cannot be of.
+
+    Args:
+        tokens: of the sequence, or of a context-parallel rank's piece of it.
 
     Raises:
         UnsupportedError: the model's blocks cannot share out their tokens.
-        DocumentError: there is nobody to share with, or the degree does not divide the sequence.
+        DocumentError: there is nobody to share with, or the degree does not divide the tokens.
     """
     reason = refusal(source)
     if reason:
         raise UnsupportedError(
             f"{source.name} cannot be sequence-parallel: {reason}.", field="sequence_parallel", mend="leave it out."
         )
-    if degree == 1 or sequence_length % degree:
+    if degree == 1 or tokens % degree:
         raise DocumentError(
-            f"{degree} tensor-parallel ranks cannot share {sequence_length} tokens.",
+            f"{degree} tensor-parallel ranks cannot share {tokens} tokens.",
             field="sequence_parallel",
-            mend="use a degree above 1 that divides the sequence length, or leave it out.",
+            mend="use a degree above 1 that divides them, or leave it out.",
         )
 
 
@@ -301,10 +304,10 @@ def count(
         DocumentError: a size or degree that the model does not take.
     """
     check_request(source, sequence_length, (micro_batch_size,), (tensor_parallel_degree,), (expert_parallel_degree,))
-    if sequence_parallel:
-        _check_sequence(source, sequence_length, tensor_parallel_degree)
-    counter = Counter(source, dtype)
     check_context(source, sequence_length, (context_parallel_degree,))
+    if sequence_parallel:
+        _check_sequence(source, sequence_length // context_parallel_degree, tensor_parallel_degree)
+    counter = Counter(source, dtype)
     split = Split(tensor_parallel_degree, sequence_parallel, context_parallel_degree, expert_parallel_degree)
     size = (micro_batch_size, sequence_length, split)
     counts = {kind: counter.count(kind, *size) for kind in counter.representatives}

@@ -9,7 +9,7 @@ tensor-parallel regions (`profiler.sequence_parallel`). No process group is need
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,7 +21,7 @@ from profiler import collectives, tensor_parallel
 from profiler.expert_parallel import Routes, experts_of, share_out
 from profiler.quantities import Exchange, GroupName
 from profiler.sequence_parallel import DIMENSION, SequencePlan, enter_regions, split_borders
-from profiler.splits import WHOLE, Split
+from profiler.splits import Split
 from profiler.tensor_parallel import COLUMN_STYLES, REPLICATED_STYLES, ROW_STYLES
 from profiler.transformer_cut import TransformerChain
 
@@ -77,7 +77,8 @@ class Exchanges:
 
 def border_split(split: Split) -> Split:
     """What of a split shapes the tensors that layers hand on."""
-    return Split(split.tensor, sequence=True) if split.sequence else replace(WHOLE, context=split.context)
+    tensor = split.tensor if split.sequence else 1
+    return Split(tensor, sequence=split.sequence, context=split.context)
 
 
 def shard_layer(layer: nn.Module, source: ModelSource, index: int, split: Split) -> Exchanges:
@@ -86,14 +87,20 @@ def shard_layer(layer: nn.Module, source: ModelSource, index: int, split: Split)
     Raises:
         UnsupportedError: the layer cannot be split so.
     """
+    exchanges = _share_tensors(layer, source, index, split)
+    if split.expert > 1:
+        _share_experts(layer, split.expert, exchanges)
+    if split.context > 1:
+        # The first layer takes tokens, which every rank of a tensor-parallel group has.
+        _share_context(layer, split.context, exchanges, parts=split.tensor if split.sequence and index > 0 else 1)
+    return exchanges
+
+
+def _share_tensors(layer: nn.Module, source: ModelSource, index: int, split: Split) -> Exchanges:
+    """Leave one tensor-parallel rank's shard, and put the exchanges where they belong."""
     styles = tensor_parallel.split_modules(layer, tensor_parallel.plan(source)) if split.tensor > 1 else {}
     if not split.sequence:
-        exchanges = shard(layer, styles, split.tensor)
-        if split.expert > 1:
-            _share_experts(layer, split.expert, exchanges)
-        if split.context > 1:
-            _share_context(layer, split.context, exchanges)
-        return exchanges
+        return shard(layer, styles, split.tensor)
     chain = source.cut().chain
     assert isinstance(chain, TransformerChain)  # else no sequence is split
     plan = SequencePlan.of(layer, chain.blocks_name, styles)
@@ -139,8 +146,12 @@ def shard(
     return exchanges
 
 
-def _share_context(layer: nn.Module, ranks: int, exchanges: Exchanges) -> None:
-    """Let a layer work as on the last of these context-parallel ranks: its tokens attend to all others."""
+def _share_context(layer: nn.Module, ranks: int, exchanges: Exchanges, *, parts: int) -> None:
+    """Let a layer work as on the last of these context-parallel ranks: its tokens attend to all others.
+
+    Args:
+        parts: of its piece of the sequence, of which it takes one (sequence parallelism).
+    """
     from profiler.sequence import KeyValues, Pieces, use_lower_right
 
     def gather(part: Tensor) -> Tensor:
@@ -151,7 +162,7 @@ def _share_context(layer: nn.Module, ranks: int, exchanges: Exchanges) -> None:
         return whole
 
     def run(inputs: Tensor) -> Any:
-        pieces = Pieces(inputs.shape[1] * ranks, context_ranks=ranks, context_rank=ranks - 1)
+        pieces = Pieces(inputs.shape[1] * parts * ranks, context_ranks=ranks, context_rank=ranks - 1)
         return forward(inputs, past=KeyValues(pieces, gather).past(0))
 
     forward = layer.forward

@@ -43,8 +43,8 @@ def splits(
     """Every mix of these degrees; context parallelism with tensor parallelism only.
 
     Args:
-        sequence_length: tokens per sample; sequence parallelism takes those tensor degrees that divide it, which are
-            all for 0.
+        sequence_length: tokens per sample; sequence parallelism takes those tensor degrees that divide it, or a
+            context-parallel rank's piece of it, which are all for 0.
         with_sequence: each tensor-parallel degree also with sequence parallelism.
         context_degrees: those that divide the sequence are taken.
     """
@@ -54,10 +54,5 @@ def splits(
     plain += [Split(tensor, context=context) for context in pieces for tensor in tensor_degrees]
     if not with_sequence:
         return tuple(plain)
-    shared = [replace(each, sequence=True) for each in plain if _can_share(each, sequence_length)]
-    return (*plain, *shared)
-
-
-def _can_share(split: Split, sequence_length: int) -> bool:
-    """Can its tensor-parallel ranks share out the tokens between their regions?"""
-    return split.tensor > 1 and split.context == 1 and sequence_length % split.tensor == 0
+    shared = [replace(each, sequence=True) for each in plain if each.tensor > 1]
+    return (*plain, *(each for each in shared if sequence_length % each.sequence_parts == 0))

@@ -78,7 +78,7 @@ def layouts(profile: ModelProfile, cluster: Cluster, job: Job) -> Iterator[Layou
     for split in sorted(set.intersection(*rows)):
         size, tensor, context, expert, sequence = split
         pieces = context * (tensor if sequence else 1)
-        if (whole and tensor * expert > 1) or job.sequence_length % pieces or (sequence and context > 1):
+        if (whole and tensor * expert > 1) or job.sequence_length % pieces:
             continue
         for data, pipeline in product(range(1, cluster.devices + 1), range(1, len(profile.layers) + 1)):
             if data * tensor * pipeline * context != cluster.devices or job.global_batch_size % (data * size):

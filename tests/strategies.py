@@ -90,7 +90,7 @@ def models(draw: st.DrawFn, most_layers: int = 8) -> ModelProfile:
     )
     told_for = draw(st.sampled_from((0, 0, 7, 4096)))
     longer = tuple(edge.model_copy(update={"sequence_length": told_for}) for edge in found.edges)
-    split = draw(st.sampled_from((None, None, "sequence", "context", "expert")))
+    split = draw(st.sampled_from((None, None, "sequence", "context", "expert", "sequence and context")))
     told = tuple(map(with_operations, found.layers)) if split == "context" else found.layers
     more = tuple(also_split(layer, split) for layer in told) if split else told
     return found.model_copy(update={"edges": longer, "layers": more})
@@ -111,22 +111,25 @@ def with_operations(layer: LayerProfile) -> LayerProfile:
 
 
 def also_split(layer: LayerProfile, how: str) -> LayerProfile:
-    """The layer with rows of ranks that split it one more way besides: faster, leaner, and with an exchange."""
+    """The layer with rows of ranks that split it otherwise besides: faster, leaner, and with an exchange."""
     return layer.model_copy(update={"measurements": (*layer.measurements, *_split_rows(layer, how))})
 
 
 def _split_rows(layer: LayerProfile, how: str) -> Iterator[Measurement]:
-    group = "tensor" if how == "sequence" else how
+    group = "tensor" if how == "sequence" else how.rpartition(" ")[2]
     exchanges = tuple(
         Collective.model_validate({"group": group, "phase": phase, "operation": operation, "bytes": 101, "count": 1})
         for phase, operation in (("forward", "all_gather"), ("backward", "reduce_scatter"))
     )
     for row in layer.measurements:
-        if (row.tensor_parallel_degree > 1) != (how == "sequence"):
+        if (row.tensor_parallel_degree > 1) != how.startswith("sequence"):
             continue
+        shared = {"sequence_parallel": True}
+        pieces = {"context_parallel_degree": 2, "forward_seconds": 0.5 * (row.forward_seconds or 0.0)}
         every: dict[str, dict[str, Any]] = {
-            "sequence": {"sequence_parallel": True},
-            "context": {"context_parallel_degree": 2, "forward_seconds": 0.5 * (row.forward_seconds or 0.0)},
+            "sequence": shared,
+            "context": pieces,
+            "sequence and context": shared | pieces,
             "expert": {
                 "expert_parallel_degree": 2,
                 "local_parameters": layer.parameters - layer.parameters // 4,

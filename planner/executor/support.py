@@ -286,11 +286,11 @@ def _check_pieces(plan: Plan) -> None:
             field=field,
             mend="choose numbers whose product divides the job's sequence_length.",
         )
-    if layout.sequence_parallel:
+    if layout.sequence_parallel and chunks > 1:
         raise UnsupportedError(
-            "the executor does not share the tokens of a piece of a sequence out over a tensor-parallel group.",
+            "the executor does not share the tokens of a chunk of a sequence out over a tensor-parallel group.",
             field=field,
-            mend="use sequence_parallel false, or sequence_chunks 1 and context_parallel_degree 1.",
+            mend="use sequence_parallel false, or sequence_chunks 1.",
         )
 
 

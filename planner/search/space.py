@@ -6,7 +6,7 @@
       rows for: refuse, never guess                                                                    -> families()
 (D4)  a stage has a layer at least: pipeline x virtual stages <= layers                                -> orders()
       and equal pieces: the sequence divides by context x tensor degree under sequence parallelism, by the context
-      degree without; not both kinds of pieces at once, which the executor refuses                     -> families()
+      degree without                                                                                   -> families()
 (D5)  optimizers that update whole matrices (Adafactor, Muon) take no tensor and expert parallelism and no ZeRO; ZeRO
       neither parameters that stages share shards of                                                   -> families()
 (D6)  within a family: every ZeRO stage, every order of the micro-batches                              -> Family
@@ -262,9 +262,9 @@ def families(work: Workload, constraints: dict[str, Constraint]) -> Iterator[Fam
     for split in work.sizes:
         size, tensor, context, expert, sequence_parallel = split
         pieces = context * (tensor if sequence_parallel else 1)
-        if (whole and tensor * expert > 1) or work.job.sequence_length % pieces or (sequence_parallel and context > 1):
+        if (whole and tensor * expert > 1) or work.job.sequence_length % pieces:
             continue
-        speeds = Speeds.of(work, split[:4]) if work.groups else None
+        speeds = Speeds.of(work, split) if work.groups else None
         for pipeline in _divisors(work.devices, tensor * context):
             degrees = (work.devices // (tensor * context * pipeline), tensor, pipeline, context, expert)
             if degrees[0] * context % expert:

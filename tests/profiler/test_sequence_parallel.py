@@ -19,6 +19,7 @@ from planner.executor.sharding import shard_tensors
 from profiler import tensor_parallel
 from profiler.count import count, profile
 from profiler.models import ModelSource, load_model
+from profiler.sequence import KeyValues, Pieces, gather_over, use_lower_right
 from profiler.sequence_parallel import SequencePlan, refusal
 
 B, S, HIDDEN = 3, 20, 32
@@ -53,6 +54,14 @@ def two_ranks():
     dist.destroy_process_group()
 
 
+@pytest.fixture
+def two_by_two():
+    """A mesh of two context- and two tensor-parallel ranks likewise; this one is of the last context rank."""
+    dist.init_process_group("fake", rank=2, world_size=4, store=FakeStore())
+    yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    dist.destroy_process_group()
+
+
 def _counted(source: ModelSource, **changes):
     sizes = {"micro_batch_size": B, "sequence_length": S, "tensor_parallel_degree": 2, "sequence_parallel": True}
     return count(source, **{**sizes, **changes})
@@ -71,7 +80,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _run(layer: torch.nn.Module, given: torch.Tensor) -> tuple[torch.Tensor, int]:
+def _run(layer: torch.nn.Module, given: torch.Tensor, **keywords) -> tuple[torch.Tensor, int]:
     """The layer's output, and the bytes that autograd keeps besides it and parameters."""
     saved: list[weakref.ref] = []
     owned = {_local(value).untyped_storage()._cdata for value in layer.parameters()}
@@ -81,7 +90,7 @@ def _run(layer: torch.nn.Module, given: torch.Tensor) -> tuple[torch.Tensor, int
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = layer(given)
+        output = layer(given, **keywords)
     owned.add(output.untyped_storage()._cdata)
     storages = {storage._cdata: storage for reference in saved if (storage := reference()) is not None}
     return output, sum(storage.nbytes() for key, storage in storages.items() if key not in owned)
@@ -99,6 +108,31 @@ def test_block_keeps_what_is_counted(family: str, two_ranks, write_config):
     random_state = 24  # of the CUDA kernel
     assert row.activation_bytes - random_state + tables == kept
     assert row.output_bytes == output.nbytes
+
+
+def test_block_of_a_context_rank_keeps_and_exchanges_what_is_counted(two_by_two, write_config):
+    """Its piece of the sequence is shared out over its tensor ranks; keys and values of the others are gathered, its
+    own heads' alone. Against DTensors, to the byte and collective."""
+    source = load_model(write_config("llama"))
+    block = _sharded_layer(source, 1, two_by_two["tp"])
+    use_lower_right(block)
+    pieces = Pieces(S, context_ranks=2, context_rank=1)
+    past = KeyValues(pieces, gather_over(two_by_two["cp"].get_group())).past(0)
+    with _Collectives() as seen:
+        output, kept = _run(block, torch.randn(B, S // 4, HIDDEN, requires_grad=True), past=past)
+        output.backward(torch.ones_like(output))
+    row = _counted(source, context_parallel_degree=2)[source.cut().layers[1].kind]
+    tables, mask = 2 * S // 2 * 8 * 4, S // 2 * S * 4  # CPU kernels, unlike those of a GPU, are given the mask
+    assert row.activation_bytes - 24 + tables + mask == kept
+    assert (row.output_bytes, row.context_parallel_degree, row.sequence_parallel) == (output.nbytes, 2, True)
+    counted: Counter[str] = Counter()
+    for each in row.collectives:
+        counted[each.operation] += each.count
+    assert counted == seen.counts
+    assert {(each.group, each.bytes) for each in row.collectives} == {
+        ("tensor", B * S // 2 * HIDDEN * 4),
+        ("context", B * S * 8 * 4),
+    }
 
 
 @pytest.mark.parametrize("family", ["llama", "opt"])
@@ -170,12 +204,16 @@ def test_models_without_a_plan_are_refused(family: str, reason: str, write_confi
 
 
 def test_profile_has_sequence_parallel_rows_where_the_sequence_divides(write_config):
-    """Beside every tensor-parallel degree that divides the sequence, and beside no other."""
+    """Beside every tensor-parallel degree that divides a rank's piece of the sequence, and beside no other."""
     source = load_model(write_config("opt"))
     options = {"micro_batch_sizes": (1,), "tensor_parallel_degrees": (1, 2, 4), "sequence_parallel": True}
-    found = profile(source, sequence_length=18, **options)
-    splits = {(row.tensor_parallel_degree, row.sequence_parallel) for row in found.layers[1].measurements}
-    assert splits == {(1, False), (2, False), (4, False), (2, True)}
+    found = profile(source, sequence_length=20, context_parallel_degrees=(1, 2), **options)
+    splits = {
+        (row.tensor_parallel_degree, row.context_parallel_degree)
+        for row in found.layers[1].measurements
+        if row.sequence_parallel
+    }
+    assert splits == {(2, 1), (4, 1), (2, 2)}
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])

@@ -31,6 +31,19 @@ FOUR_RANKS = {
     ),
     "tp2-sp-dp2": Case("llama", (6,), {**SHARED, **STEEP, "data": 2, "micro_batches": 2}, clip=0.5, **FAST),
 }
+PIECES_ON_FOUR_RANKS = {
+    "gradients-tp2-sp-cp2": Case(
+        "qwen3", (6,), {**SHARED, **SGD, "context": 2, "micro_batch_size": 2}, clip=0.5, **ONE_STEP
+    ),
+    "tp2-sp-cp2-recompute": Case(
+        "tied-llama",
+        (6,),
+        {**SHARED, **STEEP, "context": 2, "micro_batches": 2, "zero": 3, "recompute": {1: "selective", 2: "full"}},
+        clip=0.5,
+        **FAST,
+    ),
+}
+"""Every context rank's piece of the sequence is shared out over its tensor ranks."""
 EXPERTS_ON_TWO_RANKS = {
     "gradients-ep2": Case("mixtral", (6,), {**SGD, "data": 2, "expert": 2}, clip=0.5, **ONE_STEP),
     "ep2": Case("qwen3-moe", (6,), {**STEEP, "data": 2, "expert": 2, "recompute": {1: "full", 3: "selective"}}, **FAST),
@@ -42,7 +55,7 @@ EXPERTS_ON_FOUR_RANKS = {
     ),
 }
 TWO_RANKS |= EXPERTS_ON_TWO_RANKS
-FOUR_RANKS |= EXPERTS_ON_FOUR_RANKS
+FOUR_RANKS |= PIECES_ON_FOUR_RANKS | EXPERTS_ON_FOUR_RANKS
 CASES = {2: TWO_RANKS, 4: FOUR_RANKS}
 
 

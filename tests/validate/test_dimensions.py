@@ -148,6 +148,21 @@ CASES = {
             "data_parallel_seconds": LAYERS * moved(ELEMENTS, 4, times=2),
         },
     ),
+    "sequence parallel beside context parallel": Case(
+        {"tensor_parallel_degree": 2, "context_parallel_degree": 2, "sequence_parallel": True},
+        {
+            "collectives": tuple(
+                each
+                for group in ("tensor", "context")
+                for each in exchange(group, "all_gather", "reduce_scatter")["collectives"]
+            )
+        },
+        seconds={
+            "tensor_parallel_seconds": 2 * PER_MICRO_BATCH * 2 * BYTES / 2 / LINK,
+            "data_parallel_seconds": LAYERS * moved(ELEMENTS / 2, 2, times=2),
+        },
+        bytes={"parameters_bytes": 2 * LAYERS * ELEMENTS // 2},
+    ),
     "context parallel with ZeRO": Case(
         {"data_parallel_degree": 2, "context_parallel_degree": 2, "zero_stage": 1},
         seconds={"optimizer_seconds": LAYERS * 1e-3 / 4},
