@@ -163,7 +163,9 @@ class NodeReplanner(PlanRebalancer):
         if len(set(there)) > 1:
             asked.add(tuple(there))
         most = max(map(sum, asked), default=0)
-        return sorted(asked, key=lambda nodes: (sum(nodes) < most, -gcd(sum(nodes), self._batch), -sum(nodes), nodes))
+        return sorted(
+            asked, key=lambda nodes: (sum(nodes) < most, -gcd(sum(nodes), self._batch), -sum(nodes), len(nodes))
+        )
 
     def _of(self, nodes: Sequence[int]) -> Cluster:
         """A cluster of nodes with so many devices each."""
@@ -236,7 +238,8 @@ def _ask(address: str, question: dict[str, Any]) -> Plan | Infeasible:
         if job["status"] in ("succeeded", "infeasible"):
             status, _, answer = exchange(f"{address}/v1/plans/{job['plan_id']}")
         elif job["status"] not in ("queued", "running"):
-            raise RunError(f"the service's search ended {job['status']}.", field=address)
+            detail = (job.get("problem") or {}).get("detail", "it tells no reason.")
+            raise RunError(f"the service's search ended {job['status']}: {detail}", field=address)
     if status == 202:
         raise RunError(f"the service found no plan in {2 * SEARCH_SECONDS:g} seconds.", field=address)
     if answer.get("status") == "infeasible":

@@ -228,8 +228,8 @@ def _run_nodes(plan: Plan, model: str, arguments: argparse.Namespace) -> int:
         words(f"start this command on each of {arguments.nodes} nodes; RENDEZVOUS is HOST:PORT of their store")
         data(to_json({"commands": [line]}) if arguments.json else line)
         return DONE
-    measured, is_first = train_nodes(plan, settings, arguments)
-    return _tell(plan, measured, arguments, to_service=is_first)
+    measured, last_plan, is_first = train_nodes(plan, settings, arguments)
+    return _tell(last_plan, measured, arguments, to_service=is_first)
 
 
 def _print_commands(plan: Plan, model: str, arguments: argparse.Namespace) -> None:

@@ -19,6 +19,7 @@ from planner.executor.nodes import (
     elastic_folder,
     run_node,
 )
+from planner.executor.roster import KnownPlans
 from planner.executor.settings import RunSettings
 from planner.spec import MeasuredRun, Plan
 
@@ -82,16 +83,18 @@ def check_node_options(arguments: argparse.Namespace) -> None:
             )
 
 
-def train_nodes(plan: Plan, settings: dict[str, Any], arguments: argparse.Namespace) -> tuple[MeasuredRun, bool]:
-    """Take part; returns what happened, and whether rank 0 was on this node."""
+def train_nodes(plan: Plan, settings: dict[str, Any], arguments: argparse.Namespace) -> tuple[MeasuredRun, Plan, bool]:
+    """Take part; returns what happened, the plan that the run ended by if it is known, and whether rank 0 was on this
+    node."""
     from planner.cli.replan import NodeReplanner, by_search
 
     for path in (arguments.output, arguments.metrics):
         check_output(path)
     NodeReplanner(plan, by_search(plan))  # refuses what cannot be planned for, before anything starts
-    return run_node(
-        plan, RunSettings(**settings), _policy(plan, settings, arguments), metrics=arguments.metrics, log=words
-    )
+    chosen, policy = RunSettings(**settings), _policy(plan, arguments)
+    measured, is_first = run_node(plan, chosen, policy, metrics=arguments.metrics, log=words)
+    known = KnownPlans(elastic_folder(chosen, policy.run_id))
+    return measured, known.by_id(measured.plan_id) or plan, is_first
 
 
 def node_command(plan: Plan, settings: dict[str, Any], arguments: argparse.Namespace) -> str:
@@ -102,7 +105,7 @@ def node_command(plan: Plan, settings: dict[str, Any], arguments: argparse.Names
         raise DocumentError(
             "every node reads the plan itself.", field="plan.json", mend="write it to a file that all of them have."
         )
-    _policy(plan, settings, arguments)
+    _policy(plan, arguments)
     NodeReplanner(plan, by_search(plan))
     chosen = RunSettings(**settings)
     elastic_folder(chosen, "")
@@ -119,7 +122,7 @@ def _spelt(settings: RunSettings) -> list[str]:
     return ["--timeout" if word == "--timeout-seconds" else word for word in settings.to_arguments()]
 
 
-def _policy(plan: Plan, settings: dict[str, Any], arguments: argparse.Namespace) -> NodesPolicy:
+def _policy(plan: Plan, arguments: argparse.Namespace) -> NodesPolicy:
     found = NODES.fullmatch(arguments.nodes)
     if found is None:
         raise DocumentError(f"{arguments.nodes!r} is no range.", field="--nodes", mend="give MIN:MAX, e.g. 2:4.")

@@ -14,7 +14,11 @@ def run_text(plan: Plan, measured: MeasuredRun) -> str:
     head = (
         f"{bold('run')} {measured.model} by plan {measured.plan_id[:12]} on {measured.devices}, {measured.steps} steps"
     )
-    parts = [head, f"{bold('loss')} {first:.4f} -> {last:.4f}", _speed(plan, measured), _memory(plan, measured)]
+    parts = [head, f"{bold('loss')} {first:.4f} -> {last:.4f}"]
+    if plan.id == measured.plan_id:
+        parts += [_speed(plan, measured), _memory(plan, measured)]
+    else:
+        parts.append(_measured(measured))
     if measured.reference_losses:
         parts.insert(2, _reference(measured))
     if measured.warnings:
@@ -33,6 +37,13 @@ def _reference(measured: MeasuredRun) -> str:
         for step, theirs in enumerate(measured.reference_losses)
     ]
     return table(("step", "this run", "single process", "difference"), rows)
+
+
+def _measured(measured: MeasuredRun) -> str:
+    """Of a run that has moved to a plan which is not at hand, with predictions of its own."""
+    rate = f"{scaled(measured.tokens_per_second)} tokens/s"
+    peak = gibibytes(max(rank.peak_bytes for rank in measured.ranks))
+    return f"step {seconds(measured.median_step_seconds)}, {rate}, {peak} at most on one rank"
 
 
 def _speed(plan: Plan, measured: MeasuredRun) -> str:

@@ -121,8 +121,9 @@ def _explained(error: Exception, address: str) -> Exception:
             field="nodes",
             mend="start the command on more nodes, or give a longer --join or a smaller MIN.",
         )
+    reason = str(error.__cause__ or error).splitlines()[0].rstrip(".")
     return RunError(
-        f"the store at {address} does not answer: {error}. Where it lived on a node that is lost, no node can go on.",
+        f"the store at {address} does not answer: {reason}. Where it lived on a node that is lost, no node can go on.",
         field="rendezvous",
         mend="start the commands again with --resume: the checkpoints are kept. So that any node may be lost, hold the "
         "store on a machine outside: python -m planner.executor.rendezvous HOST:PORT.",

@@ -183,6 +183,9 @@ class NodeRank:
             wait_for_workers=False,
         )
 
+        # The rendezvous waits for more nodes than there are; then ranks start and meet.
+        self._meeting_seconds = options.last_call_seconds + max(time.time() - place.began_seconds, 0.0)
+
     def run(self) -> int:
         """Launch after launch, until the run ends or the agent ends this process."""
         roster = self._meet()
@@ -256,9 +259,7 @@ class NodeRank:
     def _pilot(self, number: int, plan: Plan, roster: Roster) -> Pilot:
         assert self._settings.checkpoint_every is not None
         first = newest_step(self._checkpoints) if self._settings.resume else 0
-        # A move to more nodes takes a rendezvous, which waits for still more of them.
-        since = time.time() - self._place.began_seconds if number == 0 else 0.0
-        pace = Pace(plan, first, more_startup_seconds=self._options.last_call_seconds + max(since, 0.0))
+        pace = Pace(plan, first)
         pilot = Pilot(
             f"{self._place.round}.{number}",
             pace,
@@ -268,6 +269,7 @@ class NodeRank:
             self._journal,
             Schedule(self._settings.steps, self._settings.checkpoint_every),
             waiting=self._board.waiting,
+            meeting_seconds=self._meeting_seconds,
             log=_say,
         )
         pilot.begin(first)

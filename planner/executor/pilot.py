@@ -47,6 +47,7 @@ class Pilot:
     Args:
         name: of the launch, in the journal.
         waiting: tells the devices of every node that waits at the gate.
+        meeting_seconds: that the nodes take to find each other, and to start their ranks.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Pilot:
         schedule: Schedule,
         *,
         waiting: Callable[[], tuple[int, ...]],
+        meeting_seconds: float,
         log: Log,
     ) -> None:
         self._name = name
@@ -70,6 +72,7 @@ class Pilot:
         self._journal = journal
         self._schedule = schedule
         self._waiting = waiting
+        self._meeting_seconds = meeting_seconds
         self._log = log
         self._pool = ThreadPoolExecutor(max_workers=1)
         self._looked = -LOOK_SECONDS
@@ -148,7 +151,13 @@ class Pilot:
             return
         faster = found.prediction.step_seconds / self._pace.plan.prediction.step_seconds
         weighed = weigh(
-            self._pace, found, faster, step=step, steps=self._schedule.steps, reason=f"there are {grown} now"
+            self._pace,
+            found,
+            faster,
+            step=step,
+            steps=self._schedule.steps,
+            reason=f"there are {grown} now",
+            meeting_seconds=self._meeting_seconds,
         )
         if weighed.plan is not None:
             self._known.keep(grown, found)

@@ -38,8 +38,10 @@ class Roster:
         return "-".join(map(str, sorted(self.devices, reverse=True)))
 
     def __str__(self) -> str:
-        nodes = "1 node" if len(self.devices) == 1 else f"{len(self.devices)} nodes"
-        return f"{nodes} with {', '.join(map(str, self.devices))} devices"
+        *others, last = sorted(set(self.devices), reverse=True)
+        counts = f"{', '.join(map(str, others))} and {last}" if others else str(last)
+        nodes, devices = len(self.devices), "device" if counts == "1" else "devices"
+        return f"{nodes} {'node' if nodes == 1 else 'nodes'} of {counts} {devices}"
 
 
 def seats(plan: Plan, roster: Roster) -> Mapping[Seat, int] | None:
@@ -75,6 +77,11 @@ class KnownPlans:
         partial = path.with_suffix(f".{os.getpid()}.partial")
         partial.write_text(plan.model_dump_json(by_alias=True), encoding="utf-8")
         os.replace(partial, path)
+
+    def by_id(self, plan_id: str) -> Plan | None:
+        """The plan of this id; None: it is not among them."""
+        plans = (read(Plan, path) for path in sorted(self._folder.glob("plan-*.json")))
+        return next((plan for plan in plans if plan.id == plan_id), None)
 
     def _path(self, roster: Roster) -> Path:
         return self._folder / f"plan-{roster.key}.json"

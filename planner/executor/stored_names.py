@@ -29,9 +29,11 @@ class StoredNames:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-        self._model: Any = model
-        held = self._model.state_dict()
-        rules = get_model_conversion_mapping(model)
+        loads: Any = model
+        self._model = loads
+        prefix: str = loads.base_model_prefix
+        held = model.state_dict()
+        rules = get_model_conversion_mapping(loads)
         renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         self._by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
@@ -39,7 +41,7 @@ class StoredNames:
         self._first: dict[str, str] = {}
         """Of several parameters that are made of the same parts, the one under whose name the parts stand."""
         for name in sorted(stored, key=dot_natural_key):
-            found, pattern = rename_source_key(name, renamings, converters, self._model.base_model_prefix, held)
+            found, pattern = rename_source_key(name, renamings, converters, prefix, held)
             self._parts.setdefault(found, []).append((name, pattern))
             first, *others = [found] if pattern is None else self._by_pattern[pattern].target_patterns
             self._first |= {found.replace(first, other): found for other in others}
@@ -54,7 +56,7 @@ class StoredNames:
         pattern = parts[0][1]
         if pattern is None:
             return read(parts[0][0])
-        rule = copy.deepcopy(self._by_pattern[pattern])
+        rule: Any = copy.deepcopy(self._by_pattern[pattern])
         for stored, matched in parts:
             rule.add_tensor(first, stored, matched, read(stored))
         made = rule.convert(first, model=self._model, config=self._model.config)[name]

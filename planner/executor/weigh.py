@@ -4,8 +4,9 @@ It moves when the steps that are left are shorter by more than the move takes:
 
     (E1)  gain = steps left x (seconds of a step now - predicted seconds x measured / predicted seconds of this plan)
           -> implemented in `weigh`
-    (E2)  move = seconds from a launch to the end of its first step, less that step, as this run has measured them
-          -> implemented in `Pace.record`; where nodes have to find each other first, that wait is added
+    (E2)  move = seconds from a launch to the end of its first step, less that step, as this run has measured them,
+                 and those in which nodes find each other, where they must
+          -> implemented in `Pace.record` and `weigh`
 
 And when stages drift from the plan, for one device is slower than the others, another partition is asked for:
 
@@ -61,10 +62,9 @@ class Pace:
 
     Args:
         first_step: that it begins with.
-        more_startup_seconds: that a start takes besides.
     """
 
-    def __init__(self, plan: Plan, first_step: int, *, more_startup_seconds: float = 0.0) -> None:
+    def __init__(self, plan: Plan, first_step: int) -> None:
         self.plan = plan
         self.losses: dict[int, float] = {}
         self.seconds: dict[int, float] = {}
@@ -74,14 +74,12 @@ class Pace:
         self.weighed_drift = False
         """Once in a launch: what was decided by is not less true later."""
         self._first_step = first_step
-        self._more_startup_seconds = more_startup_seconds
         self._begun = time.monotonic()
 
     def record(self, step: int, loss: float, seconds: float, busy_seconds: Sequence[float]) -> None:
         """A step is over."""
         if not self.losses:
-            waited = time.monotonic() - self._begun - seconds
-            self.startup_seconds = max(waited, 0.0) + self._more_startup_seconds
+            self.startup_seconds = max(time.monotonic() - self._begun - seconds, 0.0)
         self.losses[step], self.seconds[step] = loss, seconds
         self.busy.append(busy_seconds)
 
@@ -136,11 +134,13 @@ def weigh(
     step: int,
     steps: int,
     reason: str,
+    meeting_seconds: float = 0.0,
     more: Mapping[str, float] = MappingProxyType({}),
 ) -> Weighed:
     """Move when the steps left gain more than the move takes: equations (E1) and (E2).
 
     Args:
+        meeting_seconds: in which nodes find each other before the launch.
         faster: predicted seconds of a step then / now.
         step: steps trained.
         steps: to train in all.
@@ -149,6 +149,7 @@ def weigh(
     now, left = pace.step_seconds, steps - step
     then = now * faster
     gain = left * (now - then)
+    move = pace.startup_seconds + meeting_seconds
     figures = {
         "devices_now": len(pace.plan.placement),
         "devices_then": len(found.placement),
@@ -156,14 +157,13 @@ def weigh(
         "step_then_seconds": then,
         "steps_left": left,
         "gain_seconds": gain,
-        "move_seconds": pace.startup_seconds,
+        "move_seconds": move,
         **more,
     }
     text = (
-        f"{reason}: {left} steps of {then:.3f} s instead of {now:.3f} s gain "
-        f"{gain:.1f} s, the move takes {pace.startup_seconds:.1f} s"
+        f"{reason}: {left} steps of {then:.3f} s instead of {now:.3f} s gain {gain:.1f} s, the move takes {move:.1f} s"
     )
-    if gain <= pace.startup_seconds:
+    if gain <= move:
         return Weighed(decided(step, "stayed", f"{text}: stay", figures))
     return Weighed(decided(step, "moved", f"{text}: move to plan {found.id[:12]}", figures), found)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from api.settings import Settings
-from planner.cli.replan import Replanner, by_search, by_service, discovered_by
+from planner.cli.replan import NodeReplanner, Replanner, by_search, by_service, discovered_by
 from planner.errors import RunError, UnsupportedError
 from planner.spec import Cluster, Infeasible, Plan, read
 from tests.api.live import running
@@ -58,9 +58,9 @@ def test_a_service_is_asked(planner: Command, plan_path: Path, tmp_path: Path) -
         assert isinstance(here, Plan)
         assert found.prediction == here.prediction
         assert isinstance(search(tiny_cluster(memory_bytes=10_000)), Infeasible)
-        wrong = tiny_cluster().model_copy(update={"node_groups": tiny_cluster().node_groups * 2})
-        with pytest.raises(RunError, match=r"answered 422: .*node groups"):
-            search(wrong)
+        far = tiny_cluster().model_copy(update={"node_groups": tiny_cluster().node_groups * 2})
+        with pytest.raises(RunError, match=r"inter_node: the device's data sheet has no such link"):
+            search(far)
     with pytest.raises(RunError, match="does not answer"):
         search(tiny_cluster())
 
@@ -72,6 +72,43 @@ def test_several_nodes_are_no_matter_of_one_command(planner: Command, plan_path:
     request = plan.request.model_copy(update={"cluster": Cluster(node_groups=(group,))})
     with pytest.raises(UnsupportedError, match="several nodes"):
         Replanner(plan.model_copy(update={"request": request}), by_search(plan))
+
+
+def test_the_best_of_the_nodes_that_are_left(planner: Command, plan_path: Path) -> None:
+    """All devices, and equal parts of at least half of them: the most first, then those that divide the batch of 8
+    best; the fastest answer counts."""
+    plan = read(Plan, plan_path)
+    asked: list[tuple[int, ...]] = []
+
+    def search(cluster: Cluster) -> Plan | Infeasible:
+        asked.append(tuple(each.devices_per_node for each in cluster.node_groups for _ in range(each.nodes)))
+        if asked[-1] == (4, 2):
+            raise UnsupportedError("unequal nodes.")
+        seconds = abs(cluster.devices - 4.5)
+        predicted = plan.prediction.model_copy(update={"step_seconds": seconds})
+        return plan.model_copy(update={"id": str(asked[-1]), "prediction": predicted})
+
+    best = NodeReplanner(plan, search).for_nodes((2, 4))
+    assert asked == [(4, 2), (4,), (2, 2), (2,), (1, 1), (3,)]
+    assert isinstance(best, Plan)
+    assert best.id == "(4,)"
+    assert NodeReplanner(plan, lambda cluster: Infeasible(reasons=(str(cluster.devices),))).for_nodes((3, 3)) == (
+        Infeasible(reasons=("6",))
+    )
+
+
+def test_kinds_of_nodes_must_be_alike(planner: Command, plan_path: Path) -> None:
+    """Else nobody knows which of them have come."""
+    plan = read(Plan, plan_path)
+    (group,) = plan.request.cluster.node_groups
+    for other, fits in (({"devices_per_node": 1}, True), ({"device": "h100-sxm5-80gb"}, False)):
+        cluster = Cluster(node_groups=(group, group.model_copy(update=other)))
+        mixed = plan.model_copy(update={"request": plan.request.model_copy(update={"cluster": cluster})})
+        if fits:
+            NodeReplanner(mixed, by_search(mixed))
+            continue
+        with pytest.raises(UnsupportedError, match="several kinds of nodes"):
+            NodeReplanner(mixed, by_search(mixed))
 
 
 def test_devices_are_discovered_by_a_command() -> None:

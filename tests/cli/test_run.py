@@ -220,6 +220,69 @@ def test_local_options_are_refused_for_several_nodes(planner: Command, two_node_
         assert words[0] in ended.err
 
 
+NODES = ("--elastic", "--nodes", "1:2", "--checkpoint-dir", "kept", "--checkpoint-every", "5")
+
+
+def test_every_node_of_an_elastic_run_starts_the_same_command(planner: Command, two_node_plan: Path) -> None:
+    """It is this command, with the options that were given; the shell fills in where the nodes meet."""
+    given = ("--timeout", "9", "--restarts", "7", "--heartbeat", "2", "--planner", "http://here:1")
+    ended = planner("run", two_node_plan, "--steps", "5", *NODES, *given)
+    assert ended.code == 0, ended.err
+    (line,) = ended.out.splitlines()
+    assert line.startswith(f"planner run {two_node_plan} ")
+    for words in ("--model gpt2", "--steps 5", "--timeout 9.0", "--elastic --nodes 1:2", "--checkpoint-every 5"):
+        assert words in line
+    for words in ("--restarts 7", "--heartbeat 2.0", "--planner http://here:1", '--rendezvous "$RENDEZVOUS"'):
+        assert words in line
+    assert planner("run", two_node_plan, *NODES, "--json").json == {"commands": [ended_line(planner, two_node_plan)]}
+
+
+def ended_line(planner: Command, plan: Path) -> str:
+    """The command without further options."""
+    return planner("run", plan, *NODES).out.strip()
+
+
+def test_a_node_takes_part(planner: Command, two_node_plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its own devices and address; the summary is that of the plan that the run ended by."""
+    asked: list[tuple[Any, Any]] = []
+
+    def run_node(plan: Plan, settings: Any, policy: Any, **options: Any) -> tuple[MeasuredRun, bool]:
+        asked.append((settings, policy))
+        return measured_run(plan).model_copy(update={"plan_id": "another"}), True
+
+    monkeypatch.setattr("planner.cli.run_nodes.run_node", run_node)
+    place = ("--rendezvous", "h:7", "--address", "node-a", "--devices", "3", "--run-id", "mine")
+    ended = planner("run", two_node_plan, *NODES, *place)
+    assert ended.code == 0, ended.err
+    ((settings, policy),) = asked
+    assert (settings.model, settings.checkpoint_every) == ("gpt2", 5)
+    assert (policy.least, policy.most, policy.devices, policy.run_id) == (1, 2, 3, "mine")
+    assert (policy.rendezvous, policy.address) == ("h:7", "node-a")
+    assert policy.ranks == ("-m", "planner.cli.node_rank")
+    assert "off by" not in ended.out, "another plan's predictions are not set beside this run"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--nodes", "1:2"), "--nodes: means nothing without --elastic"),
+        (("--rendezvous", "h:1"), "--rendezvous: means nothing without --nodes"),
+        (("--elastic", "--nodes", "2"), "'2' is no range"),
+        (("--elastic", "--nodes", "3:2"), "nodes: cannot be 3:2"),
+        (("--elastic", "--nodes", "1:2"), "checkpoint_dir: is how often"),
+        ((*NODES, "--discover", "x"), "--discover: means nothing with --nodes"),
+        (("--elastic",), "--elastic: the plan needs several nodes"),
+    ],
+)
+def test_nodes_that_make_no_sense_are_refused(
+    planner: Command, two_node_plan: Path, words: tuple[str, ...], told: str
+) -> None:
+    """Before anything is printed or started."""
+    ended = planner("run", two_node_plan, *words)
+    assert (ended.code, ended.out) == (2, "")
+    assert told in ended.err
+
+
 def test_a_run_that_is_stopped_tells_so(
     planner: Command, plan_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

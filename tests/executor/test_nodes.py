@@ -69,6 +69,11 @@ def test_every_device_knows_its_rank() -> None:
     assert seats(plan_of(2, 1), Roster((1, 1, 1))) is None
     assert seats(plan_of(1, 1), Roster((4,))) is None
     assert Roster.of(plan_of(2, 1).request.cluster).key == Roster((1, 2)).key == "2-1"
+    assert [str(Roster(each)) for each in ((1,), (4, 4), (1, 2, 4))] == [
+        "1 node of 1 device",
+        "2 nodes of 4 devices",
+        "3 nodes of 4, 2 and 1 devices",
+    ]
 
 
 def test_the_journal_outlives_who_writes_it(tmp_path: Path) -> None:
@@ -150,14 +155,14 @@ def test_a_move_is_no_loss(agree: Any) -> None:
     begin(journal, 1, 1, launch="1.0")
     journal.write("end", launch="1.0", how="stopped")
     agreement.choose(Roster((1,)))
-    assert "told to stop on 2 nodes with 1, 1 devices after 10 steps" in journal.decisions()[1].text
+    assert "told to stop on 2 nodes of 1 device after 10 steps" in journal.decisions()[1].text
 
 
 def test_a_run_gives_up(agree: Any) -> None:
     """Where it is lost again and again, or nothing fits on what is left."""
     agreement, journal, _ = agree(Planner(refuses=True), restarts=1)
     begin(journal, 1, 1)
-    with pytest.raises(RunError, match="no plan can be run on 1 node with 1 devices: too large"):
+    with pytest.raises(RunError, match="no plan can be run on 1 node of 1 device: too large"):
         agreement.choose(Roster((1,)))
     begin(journal, 1, 1, launch="1.0")
     with pytest.raises(RunError, match="lost 2 times, and 1 restarts were allowed"):
@@ -170,7 +175,7 @@ def pilot_of(
     """A pilot of a run on two nodes, with a checkpoint after every fourth step."""
     journal, pace = Journal(folder / "journal.jsonl"), Pace(plan_of(1, 1), 0)
     known, schedule = KnownPlans(folder / "plans"), Schedule(steps, 4)
-    told: dict[str, Any] = {"waiting": lambda: waiting[0], "log": lambda line: None}
+    told: dict[str, Any] = {"waiting": lambda: waiting[0], "meeting_seconds": 7.0, "log": lambda line: None}
     pilot = Pilot("0.0", pace, Roster((1, 1)), planner, known, journal, schedule, **told)
     pilot.begin(0)
     return pilot, journal
@@ -202,6 +207,7 @@ def test_a_run_grows_at_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (grown,) = journal.decisions()
     assert (grown.kind, grown.step) == ("moved", 8)
     assert grown.figures["gain_seconds"] == pytest.approx(92 * 0.5)
+    assert 7 <= grown.figures["move_seconds"] < 8
 
 
 def test_a_run_stays_where_nothing_is_gained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +216,7 @@ def test_a_run_stays_where_nothing_is_gained(tmp_path: Path, monkeypatch: pytest
     pilot, journal = pilot_of(tmp_path, Planner(refuses=True), [(1,)])
     assert train(pilot, 20) == 20
     (stayed,) = journal.decisions()
-    assert (stayed.kind, stayed.text) == ("stayed", "no plan for 3 nodes with 1, 1, 1 devices: too large")
+    assert (stayed.kind, stayed.text) == ("stayed", "no plan for 3 nodes of 1 device: too large")
     assert pilot.end(stopped=False) == ("done", None)
     waiting: list[tuple[int, ...]] = [(1,)]
     pilot, _ = pilot_of(tmp_path, Planner(), waiting)
@@ -225,7 +231,9 @@ def test_slow_ranks_lose_layers_without_a_rendezvous(tmp_path: Path) -> None:
     assert train(pilot, 100, busy=(1.0, 2.5)) == 16
     how, plan = pilot.end(stopped=True)
     assert (how, plan and plan.id) == ("moved", "rebalanced")
-    assert "pipeline rank 1 takes 2.50 x as long" in journal.decisions()[0].text
+    (moved,) = journal.decisions()
+    assert "pipeline rank 1 takes 2.50 x as long" in moved.text
+    assert moved.figures["move_seconds"] < 1, "the nodes need not find each other"
 
 
 def test_only_lost_peers_are_worth_another_try() -> None:

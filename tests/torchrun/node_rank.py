@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,8 +17,8 @@ from planner.executor.node_rank import RankOptions, run_rank
 from planner.executor.settings import RunSettings
 from planner.executor.weigh import Rebalanced
 from planner.spec import Infeasible, Plan, read
-from profiler.models import ModelSource
-from tests.executor.plans import make_plan, source_of
+from profiler.models import ModelSource, load_model
+from tests.executor.plans import make_plan
 
 ALONE_SECONDS = 0.3
 """That a micro-batch takes longer on one device: so that growing pays, however long it takes on a busy machine."""
@@ -31,6 +31,28 @@ def slow_alone(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     if os.environ.get("WORLD_SIZE") == "1":
         time.sleep(ALONE_SECONDS)
     return next_token(logits, tokens)
+
+
+class Rebalancer:
+    """Knows a partition that takes the slow layer from rank 1, which has two stages."""
+
+    def __init__(self, source: ModelSource) -> None:
+        layers = [layer.name for layer in source.cut().layers]
+        options: dict[str, Any] = {"sequence_length": 0, "micro_batch_size": 2, "pipeline": 2}
+        options["schedule"] = "interleaved-1f1b"
+        self.begin, self.after = (make_plan(layers, sizes, **options) for sizes in ((2, 2, 1, 1), (1, 1, 3, 1)))
+
+    def for_nodes(self, devices: Sequence[int]) -> Plan | Infeasible:
+        """It is not asked."""
+        return Infeasible(reasons=("there is none",))
+
+    def busy_seconds(self, plan: Plan) -> tuple[float, ...]:
+        """Equal layers take equally long."""
+        return tuple(float(sum(len(each.layers) for each in plan.stages if each.pipeline_rank == r)) for r in (0, 1))
+
+    def rebalance(self, plan: Plan, slowdown: Sequence[float]) -> Rebalanced | None:
+        """A fifth of the step, if the layer is still there."""
+        return Rebalanced(self.after, 5.0, 1.0) if plan.stages == self.begin.stages else None
 
 
 def failing(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -88,7 +110,8 @@ def main() -> int:
     RankOptions.add_arguments(parser)
     found = parser.parse_args()
     settings = RunSettings.from_arguments(found)
-    planner = Planner(source_of("gpt2", Path(settings.model).parent))
+    is_file = settings.model.endswith(".json")
+    planner = Planner(load_model(settings.model)) if is_file else Rebalancer(load_model(settings.model))
     return run_rank(read(Plan, found.plan), settings, RankOptions.from_arguments(found), planner)
 
 

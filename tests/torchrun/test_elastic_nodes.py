@@ -18,12 +18,14 @@ from planner.errors import RunError
 from planner.executor.nodes import NodesPolicy, run_node
 from planner.executor.reference import train_reference
 from planner.executor.settings import RunSettings
-from planner.spec import MeasuredRun
+from planner.spec import MeasuredRun, Plan
+from profiler.models import load_model
 from tests.executor.plans import source_of
-from tests.torchrun.node_rank import Planner
+from tests.torchrun.node_rank import Planner, Rebalancer
 
 pytestmark = pytest.mark.torchrun
 STEPS, EVERY, KILLED_AFTER = 80, 4, 6
+SLOW_STEPS = 80
 FIRST, SECOND = "127.0.0.1", "127.0.0.2"
 """Addresses of the two nodes."""
 WAIT_SECONDS = 120.0
@@ -46,36 +48,28 @@ def _one_thread() -> Iterator[None]:
 class Nodes:
     """Starts nodes, and keeps what rank 0 says."""
 
-    def __init__(self, folder: Path, store: TCPStore, **settings: Any) -> None:
-        self.source = source_of("gpt2", folder)
-        self.planner = Planner(self.source)
+    def __init__(self, folder: Path, store: TCPStore, plan: Plan, model: str, **settings: Any) -> None:
         self.lines: list[str] = []
         self._store = store
-        self._settings = RunSettings(
-            model=str(folder / "gpt2.json"),
-            device="cpu",
-            timeout_seconds=60,
-            checkpoint_dir=str(folder / "checkpoints"),
-            checkpoint_every=EVERY,
-            **settings,
-        )
+        self._plan = plan
+        kept: dict[str, Any] = {"checkpoint_dir": str(folder / "checkpoints"), "checkpoint_every": EVERY}
+        self._settings = RunSettings(model=model, device="cpu", timeout_seconds=60, **kept, **settings)
         self._pool = ThreadPoolExecutor()
 
-    def start(self, address: str, devices: int, nodes: tuple[int, int] = (1, 2)) -> Future[tuple[MeasuredRun, bool]]:
+    def start(self, address: str, devices: int, most: int = 1) -> Future[tuple[MeasuredRun, bool]]:
         """A node, in a thread that follows it."""
         policy = NodesPolicy(
-            least=nodes[0],
-            most=nodes[1],
+            least=1,
+            most=most,
             run_id="test",
             devices=devices,
             ranks=("-m", "tests.torchrun.node_rank"),
             rendezvous=f"127.0.0.1:{self._store.port}",
             address=address,
-            last_call_seconds=2,
+            last_call_seconds=6,
             heartbeat_seconds=1,
         )
-        plan = self.planner.plans[(1, 1) if nodes == (1, 2) else (1,)]
-        return self._pool.submit(run_node, plan, self._settings, policy, log=self.lines.append)
+        return self._pool.submit(run_node, self._plan, self._settings, policy, log=self.lines.append)
 
     def wait_for(self, reached: Callable[[str], bool]) -> None:
         """Until rank 0 says it."""
@@ -119,24 +113,28 @@ def parent_of(pid: int) -> int:
 def test_a_killed_node_costs_no_step_beyond_the_last_checkpoint(tmp_path: Path, store: TCPStore) -> None:
     """Two nodes, then one, then two with three devices: the losses are those of the undisturbed run, and every move is
     told on both."""
-    nodes = Nodes(tmp_path, store, steps=STEPS, loss="tests.torchrun.node_rank:slow_alone")
-    first, second = nodes.start(FIRST, 1), nodes.start(SECOND, 1)
+    source = source_of("gpt2", tmp_path)
+    plan = Planner(source).plans[1, 1]
+    nodes = Nodes(
+        tmp_path, store, plan, str(tmp_path / "gpt2.json"), steps=STEPS, loss="tests.torchrun.node_rank:slow_alone"
+    )
+    first, second = nodes.start(FIRST, 1, most=2), nodes.start(SECOND, 1, most=2)
     nodes.wait_for(lambda line: line.startswith(f"step {KILLED_AFTER:4d}"))
     kill_node(SECOND)
     with pytest.raises(RunError):
         second.result(WAIT_SECONDS)
     nodes.wait_for(lambda line: "go on from step" in line)
-    second = nodes.start(SECOND, 2)
+    second = nodes.start(SECOND, 2, most=2)
     (measured, is_first), (theirs, is_second) = first.result(WAIT_SECONDS), second.result(WAIT_SECONDS)
     assert theirs == measured
     assert is_first != is_second
-    expected = train_reference(nodes.planner.plans[1, 1], nodes.source, steps=STEPS).losses
+    expected = train_reference(plan, source, steps=STEPS).losses
     assert [measured.losses_by_step[step] for step in range(STEPS)] == pytest.approx(expected, abs=1e-5)
     lost, moved, grown, gone_on = (
         each for each in measured.decisions if "drift_of_pipeline_rank_0" not in each.figures
     )
     assert [each.kind for each in (lost, moved, grown, gone_on)] == ["lost", "moved", "moved", "moved"]
-    assert lost.text.startswith("nodes or ranks of 2 nodes with 1, 1 devices were lost")
+    assert lost.text.startswith("nodes or ranks of 2 nodes of 1 device were lost")
     assert lost.figures["devices_lost"] == 1
     assert moved.step == lost.figures["steps_kept"] == measured.segments[1].first_step
     assert lost.step - moved.step < 2 * EVERY, "from the last checkpoint; one more may have been on its way to the disk"
@@ -147,10 +145,26 @@ def test_a_killed_node_costs_no_step_beyond_the_last_checkpoint(tmp_path: Path, 
     assert len(measured.ranks) == 3
 
 
+def test_a_slow_rank_loses_layers_without_new_processes(tmp_path: Path, store: TCPStore) -> None:
+    """Its two stages are found slow, and the same ranks go on by another plan, from the checkpoint of that step."""
+    source = load_model("tests.torchrun.test_elastic:slow_there")
+    planner = Rebalancer(source)
+    nodes = Nodes(tmp_path, store, planner.begin, source.name, steps=SLOW_STEPS, data="synthetic")
+    measured, _ = nodes.start(FIRST, 2).result(WAIT_SECONDS)
+    expected = train_reference(planner.begin, source, steps=SLOW_STEPS, data="synthetic").losses
+    assert [measured.losses_by_step[step] for step in range(SLOW_STEPS)] == pytest.approx(expected, abs=1e-5)
+    moved = measured.decisions[0]
+    assert moved.kind == "moved", moved.text
+    assert "pipeline rank 1 takes" in moved.text
+    assert (measured.plan_id, measured.first_step) == (planner.after.id, moved.step)
+    assert not any("go on from step" in line for line in nodes.lines), "there was no other rendezvous"
+
+
 def test_a_mistake_of_the_users_ends_the_run(tmp_path: Path, store: TCPStore) -> None:
-    """At once, for it would come again; a node that comes later is told, too."""
-    nodes = Nodes(tmp_path, store, steps=2, loss="tests.torchrun.node_rank:failing")
-    for _ in range(2):
-        with pytest.raises(RunError, match=r"(?s)failed first:.*this loss has a mistake"):
-            nodes.start(FIRST, 1, (1, 1)).result(WAIT_SECONDS)
+    """At once, for it would come again."""
+    source = source_of("gpt2", tmp_path)
+    plan = Planner(source).plans[(1,)]
+    nodes = Nodes(tmp_path, store, plan, str(tmp_path / "gpt2.json"), steps=2, loss="tests.torchrun.node_rank:failing")
+    with pytest.raises(RunError, match=r"(?s)failed first:.*this loss has a mistake"):
+        nodes.start(FIRST, 1).result(WAIT_SECONDS)
     assert nodes.lines == []
