@@ -10,13 +10,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from planner.schedule.actions import Action, ActionKind, Schedule
+from planner.schedule.kept import Kept
 
 _RELEASING = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
     """Per rank: most units held at once."""
-    return tuple(max(map(sum, _crests(schedule, rank)), default=0) for rank in range(schedule.ranks))
+    return tuple(max(map(sum, crests(schedule, rank)), default=0) for rank in range(schedule.ranks))
 
 
 def in_flight_per_stage(schedule: Schedule) -> tuple[int, ...]:
@@ -45,7 +46,7 @@ def most_held(actions: Iterable[Action]) -> dict[int, int]:
 
 def crests(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
     """All combinations of units of the rank's stages (`Schedule.stages_of`) that it holds before a release, sorted."""
-    return tuple(sorted(set(_crests(schedule, rank))))
+    return _kept(schedule)[rank]
 
 
 def in_flight_vectors(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], ...]:
@@ -53,7 +54,16 @@ def in_flight_vectors(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], 
 
     Memory is the largest of (units of a stage x its bytes, summed over the stages) over these, whatever the bytes.
     """
-    return tuple(_maximal(set(_crests(schedule, rank))) for rank in range(schedule.ranks))
+    return tuple(_maximal(set(crests(schedule, rank))) for rank in range(schedule.ranks))
+
+
+def _all_crests(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """`crests` of every rank."""
+    return tuple(tuple(sorted(set(_crests(schedule, rank)))) for rank in range(schedule.ranks))
+
+
+_kept = Kept(_all_crests, size_of=lambda schedule: schedule.stages * schedule.units)
+"""Predictions of many stage maps ask for those of one schedule."""
 
 
 def _crests(schedule: Schedule, rank: int) -> Iterator[tuple[int, ...]]:
