@@ -18,7 +18,7 @@ from planner.spec.profile import Collective, LayerProfile, Measurement, ModelPro
 from tests.builders import Draft, cluster, job, link, profile
 
 _MODES = (("none",), ("none",), ("none", "full"), ("none", "selective", "full"))
-_MOST_MODE_CHOICES = 32
+_MOST_MODE_CHOICES = 12
 _SHAPES = ((1, 1), (2, 1), (2, 2), (3, 1), (4, 1), (4, 2), (6, 2), (8, 1), (8, 2))
 """(devices, nodes)."""
 
