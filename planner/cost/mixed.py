@@ -24,19 +24,19 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from planner.cost.communication import Group
-from planner.cost.compute import computation
 from planner.cost.groups import Groups
 from planner.cost.layers import LayoutCosts, priced
 from planner.cost.placement import CommunicatorName, communicators, crossing, degrees_of, strides
-from planner.cost.pricing import LayerCost
+from planner.cost.pricing import LayerCost, LayerPricing, known_prices
 from planner.cost.shared import shared_costs
-from planner.cost.ticks import ticks
-from planner.cost.workload import Workload
+from planner.cost.workload import Workload, modes_of
 from planner.errors import LayoutError, UnsupportedError
 from planner.spec.cluster import Link
 from planner.spec.layout import Layout
-from planner.spec.profile import Measurement, RecomputeMode
+from planner.spec.profile import RecomputeMode
 
+_KEPT = 4096
+"""Prices of a node group's ranks that are kept."""
 MIXED_SCHEDULES = ("gpipe", "1f1b")
 """Those that a heterogeneous cluster is planned with; dropping a replica's last micro-batches leaves their order."""
 
@@ -160,24 +160,32 @@ def fair_shares(ticks: Sequence[int], micro_batches: int, fill: int) -> tuple[in
     return tuple(shares)
 
 
-def layer_ticks(work: Workload, split: tuple[int, int, int, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Forward and backward of one micro-batch through every layer on the devices of one node group: computation alone,
-    in the mode whose backward takes least.
+def layer_ticks(work: Workload, split: tuple[int, int, int, int, bool]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Forward and backward of one micro-batch through every layer on the devices of one node group, at least: in the
+    mode whose backward takes least, with tensor-parallel ranks that lie as near as they can.
 
     Args:
         work: of the node group.
-        split: micro-batch size, tensor-, context- and expert-parallel degree.
+        split: micro-batch size, tensor-, context- and expert-parallel degree, sequence parallelism.
     """
-    plain = next(rows for size, rows in work.sizes.items() if size[:4] == split)
-    known = {id(options): options for options in plain}
-    computed = {key: _computed_ticks(work, options) for key, options in known.items()}
-    return tuple(computed[id(each)][0] for each in plain), tuple(computed[id(each)][1] for each in plain)
+    layout = Layout.model_construct(tensor_parallel_degree=split[1])
+    rows, groups = work.sizes[split], replace(_NO_GROUPS, tensor=_nearest(work, split[1]))
+    known, alike = known_prices(work, groups, 1), work.alike(rows)
+    computed = {}
+    for index in set(alike):
+        plain, parameters = rows[index][modes_of(rows[index])[0]], work.profile.layers[index].parameters
+        costs = LayerPricing(work, layout, groups, parameters, plain, known).costs(rows[index]).values()
+        computed[index] = min(each.forward_ticks for each in costs), min(each.backward_ticks for each in costs)
+    return tuple(computed[index][0] for index in alike), tuple(computed[index][1] for index in alike)
 
 
-def _computed_ticks(work: Workload, options: dict[RecomputeMode, Measurement]) -> tuple[int, int]:
-    spent = [computation(row, work.device, work.profile.dtype, work.constants) for row in options.values()]
-    backward = [ticks(each.backward_input_seconds) + ticks(each.backward_weight_seconds) for each in spent]
-    return min(ticks(each.forward_seconds) for each in spent), min(backward)
+def _nearest(work: Workload, ranks: int) -> Group:
+    """Neighbours on as few nodes as there can be; one rank where these would not be the fastest group."""
+    intra, inter = work.intra_node, work.inter_node or work.intra_node
+    is_slower = inter.bandwidth_bytes_per_second <= intra.bandwidth_bytes_per_second
+    if is_slower and inter.latency_seconds >= intra.latency_seconds and not (intra.fits or inter.fits):
+        return Group(ranks, -(-ranks // work.domain_devices), min(ranks, work.domain_devices))
+    return _ALONE
 
 
 class _Pricing:
@@ -189,7 +197,6 @@ class _Pricing:
         self.sites = _sites(_sizes(work))
         self.network = _slowest([_network(group) for group in self.groups]) if work.groups else None
         self._communicators = _communicators(_sizes(work), degrees_of(layout), tuple(columns))
-        self._known: dict[tuple[int, tuple[int, ...], Groups], LayoutCosts] = {}
 
     def column(self, column: Column) -> LayoutCosts:
         """A column: each of its pipeline ranks, and what is least of them."""
@@ -204,18 +211,29 @@ class _Pricing:
         own = column.groups[pipeline]
         holders = tuple(sorted({each.groups[pipeline] for each in self.columns}))
         key = (own, holders, self._linked(self._communicators[self.columns.index(column)][pipeline], holders))
-        if key not in self._known:
-            self._known[key] = self._priced(*key)
-        return replace(self._known[key], micro_batches=column.micro_batches)
+        return replace(self._priced(*key), micro_batches=column.micro_batches, layout=self.layout)
 
     def _priced(self, own: int, holders: tuple[int, ...], groups: Groups) -> LayoutCosts:
+        """Kept with the node group's workload: most layouts of the same degrees ask for the same."""
         work, layout = self.groups[own], self.layout
-        costs = priced(work, layout, groups, network=self.network)
+        those = [self.groups[other] for other in holders]
+        several_stages = layout.pipeline_parallel_degree > 1
+        split = (layout.micro_batch_size, layout.sequence_parallel, layout.zero_stage, several_stages)
+        key = (split, _shapes(groups), _figures(self.network), tuple(map(id, those)))
+        if key not in work.latest:
+            if len(work.latest) >= _KEPT:
+                work.latest.clear()
+            work.latest[key] = self._priced_anew(work, those, groups)
+        found: LayoutCosts = work.latest[key]
+        return found
+
+    def _priced_anew(self, work: Workload, holders: Sequence[Workload], groups: Groups) -> LayoutCosts:
+        costs = priced(work, self.layout, groups, network=self.network)
         if len(holders) == 1:
             return costs
-        others = [priced(self.groups[other], layout, groups, network=self.network) for other in holders]
+        others = [priced(other, self.layout, groups, network=self.network) for other in holders]
         layers = _waiting_for(costs.layers, [other.layers for other in others])
-        return replace(costs, layers=layers, shared=shared_costs(work, layout, layers, self.network))
+        return replace(costs, layers=layers, shared=shared_costs(work, self.layout, layers, self.network))
 
     def _linked(self, groups: Groups, holders: tuple[int, ...]) -> Groups:
         """With the links of those that sum gradients over several node groups: equation (V3)."""
@@ -296,7 +314,18 @@ def _widest_groups(sizes: tuple[tuple[int, int], ...], layout: Layout, stage: in
     )
 
 
+def _shapes(groups: Groups) -> tuple[tuple[int, int, int], ...]:
+    """How communicators lie on the nodes: with the node groups that they cross, this tells their links too."""
+    several = (groups.tensor, groups.context, groups.expert, groups.data, groups.expert_data)
+    return tuple((one.ranks, one.nodes, one.ranks_per_node) for one in several)
+
+
+def _figures(link: Link | None) -> tuple[float, float] | None:
+    return (link.latency_seconds, link.bandwidth_bytes_per_second) if link else None
+
+
 _ALONE = Group(1, 1, 1)
+_NO_GROUPS = Groups(_ALONE, _ALONE, _ALONE, _ALONE, _ALONE, _ALONE, _ALONE, _ALONE)
 
 
 def _network(work: Workload) -> Link:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -219,6 +220,20 @@ def _on_group(
     _check_headroom(result)
     _check_rows(result)
     return result
+
+
+def rearranged(work: Workload, cluster: Cluster, order: Sequence[int]) -> Workload:
+    """A heterogeneous workload on several of its node groups, in another order; what is known of them stays known.
+
+    Args:
+        work: on all node groups.
+        cluster: the node groups to use, in order.
+        order: their places in `work`.
+    """
+    groups = tuple(work.groups[place] for place in order)
+    found = replace(groups[0], cluster=cluster, groups=groups)
+    found.__dict__["sizes"] = work.sizes  # read once: where ranks stand does not change which rows there are
+    return found
 
 
 def with_constants(work: Workload, constants: Constants) -> Workload:

@@ -158,6 +158,9 @@ def in_flight(costs: LayoutCosts) -> tuple[int, ...]:
 
 def _modes_on(rank: LayoutCosts, modes: Sequence[LayerModes]) -> tuple[LayerModes, ...]:
     """The same choices at this rank's costs; identical layers share them."""
+    place = (id(rank.layers), id(modes))
+    if place in _known:
+        return _known[place][0]
     known: dict[tuple[int, int], LayerModes] = {}
     result = []
     for options, allowed in zip(rank.layers, modes, strict=True):
@@ -165,4 +168,12 @@ def _modes_on(rank: LayoutCosts, modes: Sequence[LayerModes]) -> tuple[LayerMode
         if key not in known:
             known[key] = tuple(options[cost.mode] for cost in allowed)
         result.append(known[key])
-    return tuple(result)
+    if len(_known) >= _KEPT:
+        _known.clear()
+    _known[place] = tuple(result), (rank.layers, modes)
+    return _known[place][0]
+
+
+_KEPT = 1024
+_known: dict[tuple[int, int], tuple[tuple[LayerModes, ...], object]] = {}
+"""By identity, with what it is the identity of."""

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from planner.cost import TICK_SECONDS, Workload, workload
+from planner.cost.workload import rearranged
 from planner.search.inside import NO_LIMIT
 from planner.search.parts import Part, arrangements, check_prices, parts_of, whole
 from planner.search.result import Callbacks, Progress
@@ -82,6 +83,7 @@ class _Field:
         self.deadline = self.started + request.options.time_limit_seconds
         self.all: list[Contender] = []
         self._known: dict[tuple[tuple[int, ...], int], Contender] = {}
+        self._whole: Workload | None = None
 
     @property
     def is_over(self) -> bool:
@@ -94,7 +96,7 @@ class _Field:
         place = (part.nodes, part.devices)
         if place in self._known:
             return self._known[place]
-        work = workload(self.profile, part.cluster, self.request.job)
+        work = self._workload(part)
         space = space_of(work)
         silent = Callbacks(should_stop=self.callbacks.should_stop)
         state = begin(work, space, self.request.options, silent, ceiling)
@@ -102,6 +104,14 @@ class _Field:
         self._known[place] = Contender(part, work, space, state)
         self.all.append(self._known[place])
         return self.all[-1]
+
+    def _workload(self, part: Part) -> Workload:
+        """Of a part; node groups that are used in several orders are looked at once."""
+        if len(part.groups) < 2:
+            return workload(self.profile, part.cluster, self.request.job)
+        if self._whole is None:
+            self._whole = workload(self.profile, self.request.cluster, self.request.job)
+        return rearranged(self._whole, part.cluster, part.groups)
 
     def settled_below(self, winner: Contender) -> bool:
         """Is nothing open on as many devices as the winner's, or fewer? More are forgotten."""

@@ -9,12 +9,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations, permutations, product
 from math import prod
 
 from planner.errors import DocumentError, UnsupportedError
-from planner.spec.cluster import Cluster
+from planner.spec.cluster import Cluster, NodeGroup
 from planner.spec.job import Job
 from planner.spec.plan import RankPlacement
 
@@ -33,6 +34,8 @@ class Part:
     """Numbers of its nodes, through all groups of the whole cluster, in the order in which ranks fill them."""
     cluster: Cluster
     """These devices alone."""
+    groups: tuple[int, ...] = ()
+    """Where it is whole node groups: which, in order."""
 
     @property
     def devices(self) -> int:
@@ -90,17 +93,14 @@ def arrangements(cluster: Cluster) -> tuple[Part, ...]:
     starts = [sum(group.nodes for group in groups[:place]) for place in range(len(groups))]
     several = permutations if len(groups) <= MOST_ORDERED else combinations
     chosen = [order for count in range(len(groups), 0, -1) for order in several(range(len(groups)), count)]
-    return tuple(
-        _part(
-            cluster,
-            {
-                starts[place] + node: groups[place].devices_per_node
-                for place in order
-                for node in range(groups[place].nodes)
-            },
-        )
-        for order in chosen
-    )
+    return tuple(replace(_part(cluster, _whole_groups(groups, starts, order)), groups=order) for order in chosen)
+
+
+def _whole_groups(groups: Sequence[NodeGroup], starts: Sequence[int], order: Sequence[int]) -> dict[int, int]:
+    """Devices of every node of these groups."""
+    return {
+        starts[place] + node: groups[place].devices_per_node for place in order for node in range(groups[place].nodes)
+    }
 
 
 def _part(cluster: Cluster, devices: dict[int, int]) -> Part:

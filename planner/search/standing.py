@@ -4,7 +4,7 @@
       data rank, where both cost the same; equal shares, so that data x micro-batch size divides the global batch
 (D10) a heterogeneous cluster: both orders, as far as every cell stands in one node group; where data ranks stand on
       different node groups, shares by (V7), at least one micro-batch each             -> planner.cost.mixed
-(D11) with f(l, g), b(l, g) the ticks of layer l on node group g, alone and cheapest, w their sum, W(g) the sum of w
+(D11) with f(l, g), b(l, g) the fewest ticks of layer l on node group g, w their sum, W(g) the sum of w
       over all layers: pipeline ranks on node groups g(p) share out the layers. With weights q(p) in proportion to
       1 / W(g(p)), the weighted mean of their times for one micro-batch is at least
           sum over l of the least q(p) w(l, g(p)) over p                                           -> Speeds.ticks()
@@ -59,7 +59,7 @@ class Speeds:
     backward: _Ticks
 
     @classmethod
-    def of(cls, work: Workload, split: tuple[int, int, int, int]) -> Self:
+    def of(cls, work: Workload, split: tuple[int, int, int, int, bool]) -> Self:
         """The speeds of a heterogeneous cluster's node groups."""
         both = np.array([layer_ticks(group, split) for group in work.groups], dtype=np.float64)
         kinds, counts = np.unique(both.reshape(-1, both.shape[-1]), axis=1, return_counts=True)
