@@ -38,7 +38,7 @@ def test_given_stages(planner: Command, question: list[str]) -> None:
 def test_predict_agrees_with_the_plan(planner: Command, question: list[str], plan_path: Path) -> None:
     """The plan's own layout is predicted to do what the plan promises."""
     plan = read(Plan, plan_path)
-    fields = [f"{name}={value}" for name, value in plan.layout.model_dump(mode="json").items()]
+    fields = [f"{name}={value}" for name, value in plan.layout.model_dump(mode="json", exclude_none=True).items()]
     forecast = parse(Forecast, planner("predict", *question, "--layout", *fields, "--json").json)
     assert forecast.prediction.step_seconds == pytest.approx(plan.prediction.step_seconds)
 
