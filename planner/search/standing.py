@@ -133,7 +133,8 @@ def _on_groups(work: Workload, degrees: Degrees, count: int, order: RankOrder, s
         shares = _shares(tuple(ticks[row] for row in rows), count, pipeline - 1)
         if min(shares) > 0:
             least = max(speeds.least(*each) for each in set(zip(rows, shares, strict=True)))
-            yield Standing(max(shares), (order,), shares, are_alike=False, least_ticks=least)
+            told = shares if len(set(shares)) > 1 else None
+            yield Standing(max(shares), (order,), told, are_alike=False, least_ticks=least)
 
 
 _shares = lru_cache(maxsize=1024)(fair_shares)
