@@ -15,6 +15,11 @@ forward ticks f, cheapest backward ticks b, and W = sum of f + b over all layers
     (B5)  of the (k - 1) P + 1 longest layers some rank holds k: T >= sum of M w + tail over the k shortest of them, for
           every k (the pigeonhole bound of P || Cmax: Dell'Amico, Martello 1995)             -> Totals.fullest()
 
+    (B6)  what fits holds at most A bytes of activations per micro-batch, the most that may_fit() finds room for; so
+          all b together are no less than what a fractional choice of modes that keeps A bytes takes (the linear
+          relaxation of the multiple-choice knapsack: Sinha, Zoltners 1979); (B2), (B3) hold with that
+                                                                                                -> least_backward()
+
     (B4)  T >= sum of f + b - w over all layers, w the weight gradient: one micro-batch goes down and up, and a schedule
           that splits the backward lets nobody wait for w; with Q sequence chunks the first one goes down and up, which
           is C(1) of (Q2)                                                                        -> any_order_bound()
@@ -55,7 +60,7 @@ def warm_ups(costs: LayoutCosts) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Sums over all layers of a layout, each in its cheapest mode."""
+    """Sums over all layers of a layout, each in the cheapest of its allowed modes."""
 
     forward: int
     backward: int
@@ -71,6 +76,8 @@ class Totals:
     ogp_bytes: int
     activation_bytes: int
     """In the leanest mode."""
+    counted: tuple[tuple[Sequence[LayerCost], int], ...]
+    """The distinct layers, and their number."""
 
     @classmethod
     def of(cls, costs: LayoutCosts, modes: Sequence[Sequence[LayerCost]]) -> Self:
@@ -93,16 +100,13 @@ class Totals:
             ogp_bytes=sum(count * options[0].ogp_bytes for options, count in counted)
             - sum(times * shared.ogp_bytes for times, shared in spared),
             activation_bytes=sum(count * min(cost.activation_bytes for cost in options) for options, count in counted),
+            counted=tuple(counted),
         )
 
-    @property
-    def work(self) -> int:
-        """W."""
-        return self.forward + self.backward
-
-    def mean(self, costs: LayoutCosts) -> int:
+    def mean(self, costs: LayoutCosts, backward: int) -> int:
         """What every rank does on average: (B3)."""
-        return -(-(costs.micro_batches * self.work + self.tails) // costs.layout.pipeline_parallel_degree)
+        work = costs.micro_batches * (self.forward + backward) + self.tails
+        return -(-work // costs.layout.pipeline_parallel_degree)
 
     def fullest(self, costs: LayoutCosts) -> int:
         """What some rank does at least: (B5)."""
@@ -132,20 +136,47 @@ def first_chunk(cost: LayerCost, chunks: int) -> tuple[int, int, int]:
     return forward, of_input + weight // chunks, weight // chunks
 
 
-def any_order_bound(costs: LayoutCosts, modes: Sequence[Sequence[LayerCost]]) -> int:
-    """Ticks that no stage map beats under any schedule, with any number of stages per rank: (B1), (B3)'s mean, (B4)."""
-    totals = Totals.of(costs, modes)
-    bound = max(costs.micro_batches * totals.longest, totals.mean(costs), totals.fullest(costs), totals.passing)
+def any_order_bound(costs: LayoutCosts, totals: Totals) -> int:
+    """Ticks that no stage map beats under any schedule, with any number of stages per rank: (B1), (B3)'s mean, (B4)
+    and (B5)."""
+    mean = totals.mean(costs, totals.backward)
+    bound = max(costs.micro_batches * totals.longest, mean, totals.fullest(costs), totals.passing)
     return bound + costs.reduction_latency_ticks
 
 
-def lower_bound(costs: LayoutCosts, modes: Sequence[Sequence[LayerCost]], warm_up: Sequence[int]) -> int:
-    """Ticks that no stage map of this layout can beat; `modes` are the allowed choices of every layer."""
-    count, totals = costs.micro_batches, Totals.of(costs, modes)
-    turned = totals.work + _worked_on(count, totals.forward, totals.backward, warm_up)
-    return (
-        max(count * totals.longest, totals.mean(costs), totals.fullest(costs), turned) + costs.reduction_latency_ticks
-    )
+def lower_bound(costs: LayoutCosts, totals: Totals, warm_up: Sequence[int]) -> int:
+    """Ticks that no stage map of this layout that fits can beat: (B1) to (B3), (B5) and (B6)."""
+    count = costs.micro_batches
+    backward = least_backward(totals, _most_activations(costs, totals, warm_up))
+    turned = totals.forward + backward + _worked_on(count, totals.forward, backward, warm_up)
+    bound = max(count * totals.longest, totals.mean(costs, backward), totals.fullest(costs), turned)
+    return bound + costs.reduction_latency_ticks
+
+
+def least_backward(totals: Totals, room_bytes: float) -> int:
+    """Backward ticks of all layers that keep at most so many bytes of activations: equation (B6), rounded down."""
+    kept, steps = 0, []
+    for options, count in totals.counted:
+        kept += count * min((cost.backward_ticks, cost.activation_bytes) for cost in options)[1]
+        steps += [(rate, count * freed) for rate, freed in _trades(options)]
+    missing, ticks = kept - room_bytes, 0.0
+    for rate, freed in sorted(steps):
+        if missing <= 0:
+            break
+        ticks += rate * min(freed, missing)
+        missing -= freed
+    return totals.backward + int(ticks * (1 - 1e-9))
+
+
+def _trades(options: Sequence[LayerCost]) -> list[tuple[float, int]]:
+    """(ticks per byte, bytes freed) of a layer's modes, the cheapest first: the lower convex hull of all."""
+    ticks, kept = min((cost.backward_ticks, cost.activation_bytes) for cost in options)
+    found: list[tuple[float, int]] = []
+    while leaner := [cost for cost in options if cost.activation_bytes < kept]:
+        best = min(leaner, key=lambda cost: (cost.backward_ticks - ticks) / (kept - cost.activation_bytes))
+        found.append(((best.backward_ticks - ticks) / (kept - best.activation_bytes), kept - best.activation_bytes))
+        ticks, kept = best.backward_ticks, best.activation_bytes
+    return found
 
 
 def _worked_on(count: int, forward: int, backward: int, warm_up: Sequence[int]) -> int:
@@ -168,19 +199,24 @@ def room_bytes(costs: LayoutCosts) -> int:
     return costs.work.capacity_bytes - reserved_bytes(costs.work) - costs.gathered_bytes - workspace
 
 
-def may_fit(costs: LayoutCosts, modes: Sequence[Sequence[LayerCost]], in_flight: Sequence[int]) -> bool:
-    """False only if no stage map can fit: a relaxation that spreads bytes freely over the stages.
+def may_fit(costs: LayoutCosts, totals: Totals, in_flight: Sequence[int]) -> bool:
+    """False only if no stage map can fit: a relaxation that spreads bytes freely over the stages."""
+    return totals.activation_bytes <= _most_activations(costs, totals, in_flight)
+
+
+def _most_activations(costs: LayoutCosts, totals: Totals, in_flight: Sequence[int]) -> float:
+    """Bytes of one micro-batch's activations for which there may be room on all stages together; less than none: OGP
+    alone does not fit.
 
     A stage with o bytes of OGP has room for at most (room - o) / in_flight bytes of activations per micro-batch; so the
     most activations fit when the OGP lies where most micro-batches are in flight.
     """
-    room, totals = room_bytes(costs), Totals.of(costs, modes)
-    ogp, activations = totals.ogp_bytes, totals.activation_bytes
+    room, ogp = room_bytes(costs), totals.ogp_bytes
     if room < 0 or ogp > room * len(in_flight):
-        return False
+        return -1.0
     space = 0.0
     for units in sorted(in_flight, reverse=True):
         taken = min(room, ogp)
         ogp -= taken
         space += (room - taken) / units
-    return activations <= space
+    return space

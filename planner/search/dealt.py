@@ -19,6 +19,7 @@ Whatever the order, a rank runs nothing before its lowest stage has its first in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -186,14 +187,19 @@ def ranks_of(costs: LayoutCosts) -> tuple[int, ...]:
     return find(name).stage_ranks(Shape(ranks, micro_batches, virtual_stages))
 
 
-@lru_cache(maxsize=4096)
 def deal(work: tuple[int, ...], stage_ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """Layers of every stage by (E1) and (E2).
+    """Layers of every stage by (E1) and (E2); only the proportions of the work count.
 
     Args:
         work: of every layer.
         stage_ranks: pipeline rank of every stage.
     """
+    unit = math.gcd(*work)
+    return _dealt(tuple(each // unit for each in work), stage_ranks) if unit > 1 else _dealt(work, stage_ranks)
+
+
+@lru_cache(maxsize=4096)
+def _dealt(work: tuple[int, ...], stage_ranks: tuple[int, ...]) -> tuple[int, ...]:
     even = _evens(work).sizes(len(stage_ranks))
     return tuple(balanced(np.array(work, dtype=np.int64), even, np.array(stage_ranks)).tolist())
 

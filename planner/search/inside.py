@@ -27,7 +27,7 @@ from planner.cost import (
     tail_ticks,
 )
 from planner.schedule import critical_path
-from planner.search.bounds import BOUNDED, lower_bound, room_bytes, warm_ups
+from planner.search.bounds import BOUNDED, Totals, lower_bound, room_bytes, warm_ups
 from planner.search.lanes import Lane, lanes_of, windows_on
 from planner.search.paths import Cut, Path, Ways, most_even
 from planner.search.recompute import cheapest_modes
@@ -263,7 +263,8 @@ def solve_layout(
     must_fit: bool = True,
 ) -> Inside:
     """Best stage map of a layout that fits the memory (unless told otherwise) and beats the limit."""
-    bound = lower_bound(costs, modes, warm_ups(costs)) if costs.layout.schedule in BOUNDED else limit_ticks
+    is_bounded = costs.layout.schedule in BOUNDED
+    bound = lower_bound(costs, Totals.of(costs, modes), warm_ups(costs)) if is_bounded else limit_ticks
     for limit in limits_of(limit_ticks, bound):
         search = LayoutSearch(costs, modes, limit_ticks=limit, must_fit=must_fit)
         search.start()

@@ -93,8 +93,7 @@ def _push_all(heap: list[Open], parts: Iterable[Open]) -> None:
 
 def _is_ready(one: Open) -> bool:
     """A single layout that needs no further bound."""
-    item = one.item
-    return isinstance(item, Searched | Dealt) and item.is_tight
+    return isinstance(one.item, Dealt) or (isinstance(one.item, Searched) and one.item.is_tight)
 
 
 def _candidate(one: Open) -> Candidate | None:

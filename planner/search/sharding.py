@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from planner.cost import LayerCost, LayoutCosts, Workload, layout_costs
-from planner.search.bounds import may_fit
+from planner.search.bounds import Totals, may_fit
 from planner.search.segments import LayerModes, allowed_modes
 from planner.search.space import Family, Zero
 from planner.spec.cluster import Link
@@ -61,7 +61,7 @@ def worth_pricing(work: Workload, family: Family, wish: tuple[str, ...]) -> Iter
             continue
         costs = layout_costs(work, family.layout(zero, family.orders[0], rank_order))
         modes = allowed_modes(costs, wish)
-        if may_fit(costs, modes, (1,) * family.pipeline):
+        if may_fit(costs, Totals.of(costs, modes), (1,) * family.pipeline):
             yield place, (zero, rank_order), costs, modes
         elif not costs.shared:
             overflows.add(zero.stage)

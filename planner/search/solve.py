@@ -34,7 +34,7 @@ from planner.cost import (
     schedule_of,
     stage_memory,
 )
-from planner.search.bounds import any_order_bound, lower_bound, may_fit, warm_ups, work_of
+from planner.search.bounds import Totals, any_order_bound, lower_bound, may_fit, warm_ups, work_of
 from planner.search.dealt import Uniform, deal, layout_schedule, layout_traits, ranks_of
 from planner.search.inside import NO_LIMIT, Inside, LayoutSearch, Outcome, first_plan, limits_of
 from planner.search.result import Callbacks, Candidate, Progress
@@ -101,10 +101,8 @@ class Dealt:
 
     costs: LayoutCosts
     layers: Uniform
-    sizes: tuple[int, ...] = ()
-    """Layers of every stage; none: not dealt yet, and bounded by its layers alone."""
-    is_tight: bool = False
-    """Bounded, and found to fit, by the traits of its schedule too."""
+    sizes: tuple[int, ...]
+    """Layers of every stage."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -255,10 +253,11 @@ def dive(state: State) -> None:
             continue
         costs = layout_costs(state.work, family.layout(family.leanest[0], order[0]))
         modes = choices(costs, order[0], state.wish)
-        if not may_fit(costs, modes, warm_ups(costs)):
+        totals = Totals.of(costs, modes)
+        if not may_fit(costs, totals, warm_ups(costs)):
             continue
         tries -= 1
-        bound = lower_bound(costs, modes, warm_ups(costs))
+        bound = lower_bound(costs, totals, warm_ups(costs))
         found = first_plan(costs, modes, bound, limit_ticks=state.limit_ticks)
         if found is not None:
             state.take(Candidate(costs, schedule_of(costs), *found))
@@ -315,14 +314,14 @@ def take_up(state: State, one: Open) -> Iterator[Open]:
         case Searched() as layout:
             yield from _searched(state, one, layout)
         case Dealt() as layout:
-            yield from _dealt(state, one, layout)
+            _dealt(state, one, layout)
 
 
 def _groups(state: State, one: Open, family: Family) -> Iterator[Open]:
     """Every way to share out states that is worth a look: equation (F5)."""
     stages: dict[ZeroStage, list[Open]] = {}
     for place, (zero, rank_order), costs, modes in worth_opening(state.work, family, state.wish):
-        bound = max(one.bound_ticks, any_order_bound(costs, modes))
+        bound = max(one.bound_ticks, any_order_bound(costs, Totals.of(costs, modes)))
         found = Open(bound, (*one.order, place), Group(family, zero, rank_order, costs))
         stages.setdefault(zero.stage, []).append(found)
         yield found
@@ -335,25 +334,36 @@ def _groups(state: State, one: Open, family: Family) -> Iterator[Open]:
 def _orders(state: State, one: Open, group: Group) -> Iterator[Open]:
     """Every order that may fit."""
     alike: dict[RecomputeWord, list[Order]] = {}
+    known: dict[RecomputeWord, tuple[tuple[LayerModes, ...], Totals]] = {}
     for place, order in enumerate(group.family.orders):
         if order.is_dealt:
             alike.setdefault(order.recompute, []).append(order)
             continue
-        costs = group.costs_of(order)
-        modes = choices(costs, order, state.wish)
-        if may_fit(costs, modes, warm_ups(costs)):
-            bound = max(one.bound_ticks, lower_bound(costs, modes, warm_ups(costs)))
+        costs, units = group.costs_of(order), warm_ups(group.costs_of(order))
+        if order.recompute not in known:
+            modes = choices(costs, order, state.wish)
+            known[order.recompute] = modes, Totals.of(costs, modes)
+        modes, totals = known[order.recompute]
+        if may_fit(costs, totals, units):
+            bound = max(one.bound_ticks, lower_bound(costs, totals, units))
             yield Open(bound, (*one.order, place), Searched(costs, modes))
     for place, (mode, orders) in enumerate(alike.items(), start=len(group.family.orders)):
         modes = uniform_modes(group.costs, mode)
-        if may_fit(group.costs, modes, (1,) * group.family.pipeline):
-            bound = max(one.bound_ticks, any_order_bound(group.costs, modes))
+        totals = Totals.of(group.costs, modes)
+        if may_fit(group.costs, totals, (1,) * group.family.pipeline):
+            bound = max(one.bound_ticks, any_order_bound(group.costs, totals))
             yield Open(bound, (*one.order, place), Alike(group, Uniform.of(group.costs, modes), tuple(orders)))
 
 
 def _alike(one: Open, alike: Alike) -> Iterator[Open]:
+    """Every order that may fit, dealt."""
     for place, order in enumerate(alike.orders):
-        yield Open(one.bound_ticks, (*one.order, place), Dealt(alike.group.costs_of(order), alike.layers))
+        costs, layers = alike.group.costs_of(order), alike.layers
+        ranks, traits = ranks_of(costs), layout_traits(costs)
+        sizes = deal(layers.work, ranks)
+        if layers.may_hold(sizes, traits):
+            bound = max(one.bound_ticks, layers.bound(sizes, ranks, ends_low=traits.ends_low))
+            yield Open(bound, (*one.order, place), Dealt(costs, layers, sizes))
 
 
 def _searched(state: State, one: Open, layout: Searched) -> Iterator[Open]:
@@ -383,20 +393,7 @@ def _after(state: State, one: Open, layout: Searched, inside: Inside) -> Iterato
         state.bounds[one.order] = Open(inside.bound_ticks, one.order, layout)
 
 
-def _dealt(state: State, one: Open, layout: Dealt) -> Iterator[Open]:
-    costs, layers = layout.costs, layout.layers
-    ranks = ranks_of(costs)
-    if not layout.sizes:
-        sizes = deal(layers.work, ranks)
-        bound = max(one.bound_ticks, layers.bound(sizes, ranks, ends_low=False))
-        yield Open(bound, one.order, replace(layout, sizes=sizes))
-        return
-    if not layout.is_tight:
-        traits = layout_traits(costs)
-        if layers.may_hold(layout.sizes, traits):
-            bound = max(one.bound_ticks, layers.bound(layout.sizes, ranks, ends_low=traits.ends_low))
-            yield Open(bound, one.order, replace(layout, is_tight=True))
-        return
+def _dealt(state: State, one: Open, layout: Dealt) -> None:
     state.solved += 1
     found = dealt_candidate(layout)
     if found is not None:
@@ -419,7 +416,7 @@ def bounded(work: Workload, layout: Layout, wish: tuple[str, ...]) -> Open:
     """One layout of a bounded schedule with its first lower bound."""
     costs = layout_costs(work, layout)
     modes = allowed_modes(costs, wish)
-    return Open(lower_bound(costs, modes, warm_ups(costs)), (), Searched(costs, modes))
+    return Open(lower_bound(costs, Totals.of(costs, modes), warm_ups(costs)), (), Searched(costs, modes))
 
 
 def unfit(work: Workload, space: Space) -> Iterator[LayoutCosts]:

@@ -13,7 +13,7 @@ from planner.cost import choose, evaluate, layout_costs, workload
 from planner.errors import LayoutError
 from planner.schedule import ActionKind, build, find
 from planner.schedule.in_flight import in_flight_vectors
-from planner.search.bounds import any_order_bound
+from planner.search.bounds import Totals, any_order_bound
 from planner.search.dealt import (
     Uniform,
     balanced,
@@ -103,6 +103,6 @@ def test_bounds_of_dealt_layouts_are_admissible(instance: Instance) -> None:
         layers, ranks, traits = Uniform.of(costs, modes), ranks_of(costs), layout_traits(costs)
         sizes = deal(layers.work, ranks)
         ticks = evaluate(costs, layout_schedule(costs), choose(costs, layers.stage_map(sizes))).total_ticks
-        assert any_order_bound(costs, modes) <= ticks
+        assert any_order_bound(costs, Totals.of(costs, modes)) <= ticks
         assert layers.bound(sizes, ranks, ends_low=traits.ends_low) <= ticks
         assert layers.may_hold(sizes, traits)
