@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _leave(handler)
         return STOPPED
     except (RendezvousError, DistError, ChildFailedError, PlannerError) as error:
-        write_failure(options.failures, 0, _explained(error, options.rendezvous))
+        write_failure(options.failures, 0, explain(error, options.rendezvous))
         return 1
     return 0
 
@@ -109,12 +109,20 @@ def _leave(handler: GatedRendezvous) -> None:
         return  # its heartbeats have stopped, which the others will notice
 
 
-def _explained(error: Exception, address: str) -> Exception:
-    """The same in words that say what to do."""
+def explain(error: Exception, address: str) -> Exception:
+    """An error of torchrun's agent in words that say what to do.
+
+    Args:
+        address: of the store.
+    """
     if isinstance(error, PlannerError | ChildFailedError):
         return error
     if isinstance(error, RendezvousClosedError):
-        return RunError("the run has ended without this node.", field="rendezvous", mend="look at its report.")
+        return RunError(
+            "the run of this id has ended, without this node.",
+            field="run_id",
+            mend="look at its report; to train on, start with --resume and another --run-id.",
+        )
     if isinstance(error, RendezvousTimeoutError):
         return RunError(
             "not enough nodes came in time, or the run did not need this one.",

@@ -23,6 +23,7 @@ from typing import Protocol
 from planner.errors import DocumentError, StoppedError
 from planner.executor.elastic import DEFAULT_RESTARTS
 from planner.executor.failure import read_failure
+from planner.executor.roster import Roster
 from planner.executor.settings import RunSettings
 from planner.executor.torchrun import Log, StepLine, environment, passing_on, started
 from planner.executor.weigh import Rebalancer
@@ -111,7 +112,7 @@ def run_node(
     Args:
         plan: to begin with; the same on every node.
         metrics: file for one JSON line per step, on the node of rank 0.
-        log: takes steps and decisions, on the node of rank 0.
+        log: takes steps and decisions, on the node of rank 0; the others only learn the end.
 
     Returns:
         What happened, the same on every node; and whether rank 0 was on this one.
@@ -134,13 +135,17 @@ def run_node(
         folder = Path(name)
         (folder / "plan.json").write_text(plan.model_dump_json(by_alias=True), encoding="utf-8")
         command = _agent(folder, settings, policy, metrics)
-        with started(command, environment(plan), folder / "stderr.txt") as process, passing_on(process) as signals:
+        log(f"run {policy.run_id}: {Roster((policy.devices,))} takes part; the one of rank 0 tells of the steps")
+        with (
+            started(command, environment(plan, policy.devices), folder / "stderr.txt") as process,
+            passing_on(process) as signals,
+        ):
             assert process.stdout is not None
             for line in process.stdout:
                 on_line(line)
         if signals:
             raise StoppedError(
-                "this node was told to leave (SIGTERM), and did; the other nodes go on without it.",
+                "this node was told to leave (SIGTERM), and did; the nodes that are left go on where it stopped.",
                 mend="start the command again to come back.",
             )
         if process.returncode != 0:

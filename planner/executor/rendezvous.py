@@ -36,7 +36,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousExitOp,
 )
 
-from planner.errors import DocumentError, PlannerError
+from planner.errors import DocumentError, PlannerError, Problem
 from planner.executor.failure import error_of, failure_report
 
 BACKEND = "planner"
@@ -47,6 +47,10 @@ ROUND, BEGAN = "PLANNER_RENDEZVOUS_ROUND", "PLANNER_RENDEZVOUS_BEGAN"
 STORE_SECONDS = 30.0
 """That the store may take to answer."""
 LEAVE_SECONDS = 5.0
+ENDED = Problem(
+    "run_id", "a store knows no other run of this id.", "when it is mended, start with --resume and another --run-id."
+)
+"""What is told besides the error that a run has ended by."""
 
 
 class Board:
@@ -90,7 +94,9 @@ class Board:
     def refuse_ended(self) -> None:
         """Raise what has ended the run, if anything has."""
         if self._store.check(["fatal"]):
-            raise error_of(json.loads(self._store.get("fatal")))
+            error = error_of(json.loads(self._store.get("fatal")))
+            error.problems += (ENDED,)
+            raise error
 
 
 class GatedRendezvous(DynamicRendezvousHandler):

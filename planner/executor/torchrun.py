@@ -173,12 +173,16 @@ def passing_on(process: subprocess.Popen[str]) -> Iterator[list[int]]:
         signal.signal(signal.SIGTERM, before)
 
 
-def environment(plan: Plan) -> dict[str, str]:
-    """Of the ranks: as many threads each as the profile was measured with."""
+def environment(plan: Plan, ranks: int | None = None) -> dict[str, str]:
+    """Of the ranks: as many threads each as the profile was measured with.
+
+    Args:
+        ranks: on this machine; None: all of the plan's.
+    """
     profile = plan.request.profile
     threads = profile.environment.get("threads_per_rank") if profile is not None else None
     if threads is None:
-        threads = str(max(1, len(os.sched_getaffinity(0)) // len(plan.placement)))
+        threads = str(max(1, len(os.sched_getaffinity(0)) // (ranks or len(plan.placement))))
     # Threads that spin while they wait take the core from one that works, where cores are shared.
     return {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "OMP_NUM_THREADS": threads}
 

@@ -12,12 +12,14 @@ from planner.spec.devices import find_device, links_of
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 KINDS: dict[str, type[Document]] = {
     "a100x8.yaml": Cluster,
+    "cpu-3nodes.yaml": Cluster,
     "cpu-4ranks.yaml": Cluster,
     "device.yaml": DeviceSpec,
     "finetune-small.yaml": Job,
     "h100x16384.yaml": Cluster,
     "h100x64.yaml": Cluster,
     "layout-tp8-pp4.yaml": PredictionLayout,
+    "own-script-nodes.yaml": Job,
     "own-script.yaml": Job,
     "pretrain-4m-tokens.yaml": Job,
 }

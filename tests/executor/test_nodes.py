@@ -11,10 +11,16 @@ from typing import Any
 
 import pytest
 from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
 
 from planner.errors import DocumentError, PlannerError, RunError
 from planner.executor import agreement as agreement_module
+from planner.executor.agent import explain
 from planner.executor.agreement import Agreement
 from planner.executor.journal import Journal
 from planner.executor.node_rank import has_lost_others
@@ -285,10 +291,27 @@ def test_nodes_wait_at_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
         again = [pool.submit(first.next_rendezvous), late]
         assert {each.result(30).world_size for each in again} == {2}
     board.end(0, RunError("cannot go on.", field="loss"))
-    with pytest.raises(RunError, match="loss: cannot go on"):
+    with pytest.raises(RunError, match="loss: cannot go on") as refused:
         second.next_rendezvous()
+    assert refused.value.problems[-1].field == "run_id", "a mended run has another id"
     for each in (first, third):
         each.leave()
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RendezvousConnectionError("The connection to the C10d store has failed."), "lived on a node that is lost"),
+        (RendezvousClosedError("closed"), "has ended, without this node"),
+        (RendezvousTimeoutError("late"), "not enough nodes came in time"),
+    ],
+)
+def test_agents_say_what_to_do(error: Exception, told: str) -> None:
+    """Where torchrun only names its own state."""
+    explained = explain(error, "host:7")
+    assert isinstance(explained, RunError)
+    assert told in str(explained)
+    assert explained.problems[0].mend
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from planner.errors import RunError
 from planner.executor.nodes import NodesPolicy, run_node
@@ -31,10 +32,15 @@ FIRST, SECOND = "127.0.0.1", "127.0.0.2"
 WAIT_SECONDS = 120.0
 
 
-@pytest.fixture
-def store() -> TCPStore:
-    """On a machine outside, as it were: no node is lost with it."""
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+@pytest.fixture(scope="module")
+def rendezvous() -> Iterator[str]:
+    """Address of a store for all runs, in a process of its own: no node is lost with it."""
+    command = [sys.executable, "-m", "planner.executor.rendezvous", "127.0.0.1:0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().split()[-1]
+        process.terminate()
+    assert process.returncode == 0
 
 
 @pytest.fixture(autouse=True)
@@ -48,9 +54,10 @@ def _one_thread() -> Iterator[None]:
 class Nodes:
     """Starts nodes, and keeps what rank 0 says."""
 
-    def __init__(self, folder: Path, store: TCPStore, plan: Plan, model: str, **settings: Any) -> None:
+    def __init__(self, folder: Path, rendezvous: str, plan: Plan, model: str, **settings: Any) -> None:
         self.lines: list[str] = []
-        self._store = store
+        self._run = folder.name
+        self._rendezvous = rendezvous
         self._plan = plan
         kept: dict[str, Any] = {"checkpoint_dir": str(folder / "checkpoints"), "checkpoint_every": EVERY}
         self._settings = RunSettings(model=model, device="cpu", timeout_seconds=60, **kept, **settings)
@@ -61,10 +68,10 @@ class Nodes:
         policy = NodesPolicy(
             least=1,
             most=most,
-            run_id="test",
+            run_id=self._run,
             devices=devices,
             ranks=("-m", "tests.torchrun.node_rank"),
-            rendezvous=f"127.0.0.1:{self._store.port}",
+            rendezvous=self._rendezvous,
             address=address,
             last_call_seconds=6,
             heartbeat_seconds=1,
@@ -110,13 +117,13 @@ def parent_of(pid: int) -> int:
         return 0
 
 
-def test_a_killed_node_costs_no_step_beyond_the_last_checkpoint(tmp_path: Path, store: TCPStore) -> None:
+def test_a_killed_node_costs_no_step_beyond_the_last_checkpoint(tmp_path: Path, rendezvous: str) -> None:
     """Two nodes, then one, then two with three devices: the losses are those of the undisturbed run, and every move is
     told on both."""
     source = source_of("gpt2", tmp_path)
     plan = Planner(source).plans[1, 1]
     nodes = Nodes(
-        tmp_path, store, plan, str(tmp_path / "gpt2.json"), steps=STEPS, loss="tests.torchrun.node_rank:slow_alone"
+        tmp_path, rendezvous, plan, str(tmp_path / "gpt2.json"), steps=STEPS, loss="tests.torchrun.node_rank:slow_alone"
     )
     first, second = nodes.start(FIRST, 1, most=2), nodes.start(SECOND, 1, most=2)
     nodes.wait_for(lambda line: line.startswith(f"step {KILLED_AFTER:4d}"))
@@ -145,11 +152,11 @@ def test_a_killed_node_costs_no_step_beyond_the_last_checkpoint(tmp_path: Path, 
     assert len(measured.ranks) == 3
 
 
-def test_a_slow_rank_loses_layers_without_new_processes(tmp_path: Path, store: TCPStore) -> None:
+def test_a_slow_rank_loses_layers_without_new_processes(tmp_path: Path, rendezvous: str) -> None:
     """Its two stages are found slow, and the same ranks go on by another plan, from the checkpoint of that step."""
     source = load_model("tests.torchrun.test_elastic:slow_there")
     planner = Rebalancer(source)
-    nodes = Nodes(tmp_path, store, planner.begin, source.name, steps=SLOW_STEPS, data="synthetic")
+    nodes = Nodes(tmp_path, rendezvous, planner.begin, source.name, steps=SLOW_STEPS, data="synthetic")
     measured, _ = nodes.start(FIRST, 2).result(WAIT_SECONDS)
     expected = train_reference(planner.begin, source, steps=SLOW_STEPS, data="synthetic").losses
     assert [measured.losses_by_step[step] for step in range(SLOW_STEPS)] == pytest.approx(expected, abs=1e-5)
@@ -160,11 +167,13 @@ def test_a_slow_rank_loses_layers_without_new_processes(tmp_path: Path, store: T
     assert not any("go on from step" in line for line in nodes.lines), "there was no other rendezvous"
 
 
-def test_a_mistake_of_the_users_ends_the_run(tmp_path: Path, store: TCPStore) -> None:
+def test_a_mistake_of_the_users_ends_the_run(tmp_path: Path, rendezvous: str) -> None:
     """At once, for it would come again."""
     source = source_of("gpt2", tmp_path)
     plan = Planner(source).plans[(1,)]
-    nodes = Nodes(tmp_path, store, plan, str(tmp_path / "gpt2.json"), steps=2, loss="tests.torchrun.node_rank:failing")
+    nodes = Nodes(
+        tmp_path, rendezvous, plan, str(tmp_path / "gpt2.json"), steps=2, loss="tests.torchrun.node_rank:failing"
+    )
     with pytest.raises(RunError, match=r"(?s)failed first:.*this loss has a mistake"):
         nodes.start(FIRST, 1).result(WAIT_SECONDS)
-    assert nodes.lines == []
+    assert not any("step" in line.split()[:1] for line in nodes.lines)
