@@ -96,6 +96,9 @@ class Uniform:
     """Reduction and optimizer."""
     ogp_bytes: _Sizes
     activation_bytes: _Sizes
+    temporary_bytes: _Sizes
+    boundary_bytes: _Sizes
+    """What a stage puts out whose last layer it is."""
     latency_ticks: int
     """Of the reduction, once per rank, less what ranks spare that hold several users of a shared parameter."""
     room_bytes: int
@@ -120,6 +123,8 @@ class Uniform:
             tail=np.array([cost.reduction_ticks + cost.optimizer_ticks for cost in layers], dtype=np.int64),
             ogp_bytes=np.array([cost.ogp_bytes for cost in layers], dtype=np.int64),
             activation_bytes=np.array([cost.activation_bytes for cost in layers], dtype=np.int64),
+            temporary_bytes=np.array([cost.temporary_bytes for cost in layers], dtype=np.int64),
+            boundary_bytes=np.array([costs.boundary_bytes(layer) for layer in range(len(layers))], dtype=np.int64),
             latency_ticks=costs.reduction_latency_ticks - sum(times * shared.tail_ticks for times, shared in extra),
             room_bytes=room_bytes(costs) + sum(times * shared.ogp_bytes for times, shared in extra),
             micro_batches=costs.micro_batches,
@@ -158,14 +163,16 @@ class Uniform:
         return bound + self.latency_ticks
 
     def may_hold(self, sizes: Sequence[int], traits: Traits) -> bool:
-        """False only if the first or the last rank overflows, by OGP and activations alone, without buffers."""
+        """False only if the first or the last rank overflows, without its receive buffers."""
         starts = _starts(sizes)
         ogp, activations = np.add.reduceat(self.ogp_bytes, starts), np.add.reduceat(self.activation_bytes, starts)
-        needed = [
-            sum(int(ogp[s] + units * activations[s] // self.chunks) for s, units in held.items())
-            for held in traits.held
-        ]
-        return max(needed) <= self.room_bytes
+        unit = (activations + self.boundary_bytes[np.cumsum(sizes) - 1]) // self.chunks
+        temporary = np.maximum.reduceat(self.temporary_bytes, starts)
+        for held in traits.held:
+            stages, units = np.array(list(held)), np.array(list(held.values()))
+            if ogp[stages].sum() + (units * unit[stages]).sum() + temporary[stages].max() > self.room_bytes:
+                return False
+        return True
 
 
 def _starts(sizes: Sequence[int] | _Sizes) -> NDArray[np.intp]:

@@ -38,7 +38,7 @@ from planner.spec.profile import RecomputeMode
 
 NO_LIMIT = 2**53
 
-_TRIALS = (1.03, 1.12, 1.4)
+_TRIALS = (1.03, 1.08, 1.15, 1.25, 1.4)
 """Limits, in lower bounds of a layout, that are tried before the real one: a low limit leaves few segments to price."""
 _ROUND_WORK = 0.05
 """Deterministic time of one round of `improve`, in CP-SAT's unit of about a second."""
