@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from planner.cost.communication import Group, group_of
 from planner.spec.layout import Layout
@@ -131,14 +131,14 @@ def widest_context_group(layout: Layout, domain_devices: int) -> Group:
 def widest_expert_group(layout: Layout, domain_devices: int) -> Group:
     """The expert-parallel group that crosses most nodes."""
     if not _is_contiguous(layout):
-        return _widest_by_hand(degrees_of(layout), "expert", domain_devices)
+        return _widest_apart(layout, "expert", domain_devices)
     return _widest(layout.devices, domain_devices, layout.tensor_parallel_degree, layout.expert_parallel_degree)
 
 
 def widest_data_group(layout: Layout, domain_devices: int) -> Group:
     """The group that sums gradients, data- and context-parallel ranks, that crosses most nodes."""
     if not _is_contiguous(layout):
-        return _widest_by_hand(degrees_of(layout), "data", domain_devices)
+        return _widest_apart(layout, "data", domain_devices)
     members = layout.data_parallel_degree * layout.context_parallel_degree
     return _widest(layout.devices, domain_devices, layout.tensor_parallel_degree, members)
 
@@ -146,7 +146,7 @@ def widest_data_group(layout: Layout, domain_devices: int) -> Group:
 def widest_expert_data_group(layout: Layout, domain_devices: int) -> Group:
     """The group that sums the gradients of one expert."""
     if not _is_contiguous(layout):
-        return _widest_by_hand(degrees_of(layout), "expert_data", domain_devices)
+        return _widest_apart(layout, "expert_data", domain_devices)
     members = layout.data_parallel_degree * layout.context_parallel_degree // layout.expert_parallel_degree
     stride = layout.tensor_parallel_degree * layout.expert_parallel_degree
     return _widest(layout.devices, domain_devices, stride, max(1, members))
@@ -165,18 +165,65 @@ def degrees_of(layout: Layout) -> Layout:
     return Layout.model_construct(**degrees, zero_shard_degree=layout.zero_shard_degree, rank_order=layout.rank_order)
 
 
+class _Runs(NamedTuple):
+    """Communicators of a kind, by the replicas (data- and context-parallel ranks) that they consist of."""
+
+    groups: range
+    """Where the first one of every group of communicators starts."""
+    starts: int
+    """How many start there, one replica after the other."""
+    members: int
+    step: int
+    """From one member to the next."""
+
+
+def _runs(layout: Layout, name: CommunicatorName) -> _Runs:
+    expert, replicas = layout.expert_parallel_degree, layout.replicas
+    shards = layout.zero_shard_degree or replicas
+    return {
+        "expert": _Runs(range(0, replicas, expert), 1, expert, 1),
+        "data": _Runs(range(1), 1, replicas, 1),
+        "expert_data": _Runs(range(1), expert, replicas // expert, expert),
+        "shard": _Runs(range(0, replicas, shards), 1, shards, 1),
+        "expert_shard": _Runs(range(0, replicas, shards), expert, shards // expert, expert),
+        "copies": _Runs(range(1), shards, replicas // shards, shards),
+    }[name]
+
+
+def _widest_apart(layout: Layout, name: CommunicatorName, domain_devices: int) -> Group:
+    """Of all communicators of a kind, whose members may lie unevenly apart, the one that crosses most nodes."""
+    stages, contexts = layout.pipeline_parallel_degree, layout.context_parallel_degree
+    shape = (stages, contexts, layout.tensor_parallel_degree)
+    return _widest_run(strides(layout), shape, _runs(layout, name), domain_devices)
+
+
 @lru_cache(maxsize=4096)
-def _widest_by_hand(layout: Layout, name: CommunicatorName, domain_devices: int) -> Group:
-    """Of all communicators of a kind the one that crosses most nodes; every one is looked at."""
-    stages = range(layout.pipeline_parallel_degree)
-    groups = {group_of(ranks, domain_devices) for stage in stages for ranks in communicators(layout, name, stage)}
+def _widest_run(of: Strides, shape: tuple[int, int, int], runs: _Runs, domain_devices: int) -> Group:
+    """Those that start at the same place of a domain, and at the same context rank, cross domains alike; so one of
+    each is looked at, and where they start comes again after as many data ranks, or stages, as a domain has devices.
+    """
+    if runs.members <= 1:
+        return Group(1, 1, 1)
+    stages, contexts, tensors = shape
+    period = contexts * domain_devices
+    firsts = [group + start for group in runs.groups[:period] for start in range(min(runs.starts, period))]
+    others = {of.rank(stage, 0, 0, tensor) for stage in range(min(stages, domain_devices)) for tensor in range(tensors)}
+    found: dict[tuple[int, int], int] = {}
+    for first in firsts:
+        at = of.rank(0, *divmod(first, contexts), 0)
+        found |= {((at + other) % domain_devices, first % contexts): first for other in others}
+    groups = set()
+    for (place, _), first in found.items():
+        replicas = range(first, first + runs.members * runs.step, runs.step)
+        ranks = [of.rank(0, *divmod(replica, contexts), 0) for replica in replicas]
+        groups.add(group_of([place + rank - ranks[0] for rank in ranks], domain_devices))
     return max(groups, key=crossing)
 
 
 def widest_shard_group(layout: Layout, domain_devices: int) -> Group:
     """The group that shares out ZeRO's states, that crosses most nodes; without hybrid sharding the data group."""
     if not _is_contiguous(layout):
-        return _widest_by_hand(degrees_of(layout), "shard", domain_devices)
+        return _widest_apart(layout, "shard", domain_devices)
     members = layout.zero_shard_degree or layout.replicas
     return _widest(layout.devices, domain_devices, layout.tensor_parallel_degree, members)
 
@@ -184,7 +231,7 @@ def widest_shard_group(layout: Layout, domain_devices: int) -> Group:
 def widest_expert_shard_group(layout: Layout, domain_devices: int) -> Group:
     """Those of such a group that hold the same experts."""
     if not _is_contiguous(layout):
-        return _widest_by_hand(degrees_of(layout), "expert_shard", domain_devices)
+        return _widest_apart(layout, "expert_shard", domain_devices)
     members = (layout.zero_shard_degree or layout.replicas) // layout.expert_parallel_degree
     stride = layout.tensor_parallel_degree * layout.expert_parallel_degree
     return _widest(layout.devices, domain_devices, stride, max(1, members))
@@ -193,7 +240,7 @@ def widest_expert_shard_group(layout: Layout, domain_devices: int) -> Group:
 def widest_copies_group(layout: Layout, domain_devices: int) -> Group:
     """The ranks that hold the same shard, one of every group that shares out the states."""
     if not _is_contiguous(layout):
-        return _widest_by_hand(degrees_of(layout), "copies", domain_devices)
+        return _widest_apart(layout, "copies", domain_devices)
     shards = layout.zero_shard_degree or layout.replicas
     stride = layout.tensor_parallel_degree * shards
     return _widest(layout.devices, domain_devices, stride, max(1, layout.replicas // shards))
@@ -214,8 +261,14 @@ def _widest(devices: int, domain_devices: int, stride: int, members: int) -> Gro
 
 def boundary_crosses_nodes(layout: Layout, boundary: int, domain_devices: int) -> bool:
     """Does any rank of stage `boundary` sit on another node (or domain) than its peer of the next stage?"""
-    step = strides(layout).pipeline
-    return any(rank // domain_devices != (rank + step) // domain_devices for rank in stage_ranks(layout, boundary))
+    of = strides(layout)
+    if of.pipeline >= domain_devices:
+        return True
+    # Data ranks stand at the same places of domains again after as many as a domain has devices.
+    replicas = range(min(layout.data_parallel_degree, domain_devices))
+    inner = range(layout.context_parallel_degree * layout.tensor_parallel_degree)
+    starts = [of.rank(boundary, data, 0, 0) for data in replicas]
+    return any((start + rank) % domain_devices + of.pipeline >= domain_devices for start in starts for rank in inner)
 
 
 def crossing(group: Group) -> tuple[int, int]:
