@@ -1,7 +1,7 @@
 """The Pareto front: step time against devices and memory per device, with what a token costs.
 
     (O1)  devices: all, and as many nodes as divide the cluster's nodes; below one node, as many devices as divide its
-          own; the first groups of several                                                            -> _parts()
+          own; of several node groups that of the first, and whole groups in every order that is tried  -> _parts()
     (O2)  memory: all that the job may use of a device, three quarters, a half and a quarter of it    -> SHARES
     (O3)  for each, fewest devices first, the fastest plan; it must be faster than what fewer devices with no more
           memory reach. A plan that needs no more than a smaller share is the fastest of that too       -> front()
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from planner.cost import TICK_SECONDS, choose, rank_memory, workload
 from planner.search.explain import with_recompute
 from planner.search.inside import NO_LIMIT
-from planner.search.parts import Part, parts_of, token_price
+from planner.search.parts import Part, arrangements, parts_of, token_price
 from planner.search.result import Callbacks, Candidate, Limits
 from planner.search.solve import advance, begin
 from planner.search.space import space_of
@@ -41,24 +41,36 @@ def front(profile: ModelProfile, cluster: Cluster, job: Job, limits: Limits) -> 
         limits: of the time.
     """
     points: list[ParetoPoint] = []
-    for part in _parts(cluster):
-        for point in _of_part(profile, part, job, tuple(points), limits):
+    for orders in _parts(cluster):
+        for point in _of_part(profile, orders, job, tuple(points), limits):
             if point is None:
                 return _undominated(points), False
             points.append(point)
     return _undominated(points), True
 
 
-def _parts(cluster: Cluster) -> tuple[Part, ...]:
-    """Parts by (O1), fewest devices first."""
+def _parts(cluster: Cluster) -> tuple[tuple[Part, ...], ...]:
+    """Parts by (O1), fewest devices first, each in every order of its node groups that is tried."""
     nodes = sum(group.nodes for group in cluster.node_groups)
     per_node = cluster.node_groups[0].devices_per_node
     wanted = {tuple(range(count)) for count in _divisors(nodes)}
-    return tuple(
-        part
+    several = len(cluster.node_groups) > 1
+    orders: dict[frozenset[int], list[Part]] = {}
+    for each in arrangements(cluster) if several else ():
+        orders.setdefault(frozenset(each.groups), []).append(each)
+    first = [
+        (part,)
         for part in parts_of(cluster)
-        if part.nodes in wanted and (len(part.nodes) > 1 or per_node % part.devices == 0)
-    )
+        if part.nodes in wanted
+        and (len(part.nodes) > 1 or per_node % part.devices == 0)
+        and not (several and part.nodes not in _inside_first(cluster))
+    ]
+    return tuple(sorted([*first, *map(tuple, orders.values())], key=lambda same: same[0].devices))
+
+
+def _inside_first(cluster: Cluster) -> set[tuple[int, ...]]:
+    """Nodes of parts that the first of several node groups holds, and more."""
+    return {tuple(range(count)) for count in range(1, cluster.node_groups[0].nodes + 1)}
 
 
 def _divisors(number: int) -> list[int]:
@@ -66,17 +78,17 @@ def _divisors(number: int) -> list[int]:
 
 
 def _of_part(
-    profile: ModelProfile, part: Part, job: Job, known: tuple[ParetoPoint, ...], limits: Limits
+    profile: ModelProfile, orders: tuple[Part, ...], job: Job, known: tuple[ParetoPoint, ...], limits: Limits
 ) -> Iterator[ParetoPoint | None]:
     """Points of one part, most memory first: (O3); None and no more once the search was stopped."""
-    peak = math.inf
+    peak, part = math.inf, orders[0]
     for share in SHARES:
         lean = _with_share(profile, part, job, share)
         capacity = workload(profile, part.cluster, lean).capacity_bytes
         if peak <= capacity:
             continue
         ceiling = min((one.step_seconds for one in known if one.peak_bytes <= capacity), default=None)
-        found, is_proven = _fastest(profile, part, lean, ceiling, limits)
+        found, is_proven = _fastest(profile, orders, lean, ceiling, limits)
         if not is_proven:
             yield None
             return
@@ -100,16 +112,20 @@ def _with_share(profile: ModelProfile, part: Part, job: Job, share: float) -> Jo
 
 
 def _fastest(
-    profile: ModelProfile, part: Part, job: Job, ceiling_seconds: float | None, limits: Limits
+    profile: ModelProfile, orders: tuple[Part, ...], job: Job, ceiling_seconds: float | None, limits: Limits
 ) -> tuple[Candidate | None, bool]:
-    """The fastest plan below a ceiling, and whether that is proven."""
-    work = workload(profile, part.cluster, job)
-    ceiling = NO_LIMIT if ceiling_seconds is None else round(ceiling_seconds / TICK_SECONDS)
-    state = begin(work, space_of(work), Options(), Callbacks(should_stop=limits.should_stop), ceiling)
-    state.deadline = limits.deadline
-    while state.is_open and state.seconds_left() > 0:
-        advance(state)
-    return state.best, not state.is_open
+    """The fastest plan of a part below a ceiling, in any order of its node groups, and whether that is proven."""
+    best, ceiling = None, NO_LIMIT if ceiling_seconds is None else round(ceiling_seconds / TICK_SECONDS)
+    for part in orders:
+        work = workload(profile, part.cluster, job)
+        state = begin(work, space_of(work), Options(), Callbacks(should_stop=limits.should_stop), ceiling)
+        state.deadline = limits.deadline
+        while state.is_open and state.seconds_left() > 0:
+            advance(state)
+        best, ceiling = state.best or best, state.limit_ticks
+        if state.is_open:
+            return best, False
+    return best, True
 
 
 def _point(found: Candidate, part: Part, job: Job) -> ParetoPoint:
