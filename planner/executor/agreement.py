@@ -80,10 +80,10 @@ class Agreement:
         if end is not None and end["how"] != "stopped":
             return
         if end is not None:
-            text = f"told to stop on {before} after {trained} steps; now there are {roster}"
+            text = f"told to stop on {before} after {trained} steps; {roster} left"
             self._decide(decided(trained, "lost", text, figures))
             return
-        text = f"nodes or ranks of {before} were lost after {trained} steps; {roster} are left, {kept} steps are kept"
+        text = f"nodes or ranks of {before} were lost after {trained} steps; {roster} left, {kept} steps are kept"
         self._decide(decided(trained, "lost", text, figures))
         if self._journal.broken() > self._restarts:
             raise RunError(
