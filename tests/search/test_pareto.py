@@ -136,3 +136,17 @@ def test_no_front_unless_asked() -> None:
     found = plan(request(model, machines, step), model)
     assert isinstance(found, Plan)
     assert found.pareto == ()
+
+
+def test_node_groups_in_any_order() -> None:
+    """The plan of two node groups stands on the front, whichever group its first stages stand on."""
+    model, group = with_recompute(), cluster(2).node_groups[0]
+    assert not isinstance(group.device, str)
+    small = group.device.model_copy(update={"memory_bytes": group.device.memory_bytes // 2})
+    machines = Cluster(node_groups=(group.model_copy(update={"device": small}), group))
+    for each in (machines, Cluster(node_groups=tuple(reversed(machines.node_groups)))):
+        found, front = front_of(model, each, job(8, pipeline_parallel_degree=4))
+        assert (found.prediction.step_seconds, max(row.peak_bytes for row in found.prediction.memory)) in {
+            figures[1:] for figures in front
+        }
+        assert check(found, model).problems == ()
