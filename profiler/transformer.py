@@ -365,7 +365,7 @@ class TransformerCounter:
             tally.memory((2 * size + 1) * scores, kind="softmax")
         tally.matmul(local, shape.size_of_head, length, size=size, batch=batch)
         tally.memory(2 * size * query)
-        softmax = size if fused else size + 4
+        softmax = size + 4 if not fused and self.framework.fp32_softmax else size
         core = (softmax + masks * (size + 1)) * scores
         tally.saved_bytes += core
         tally.core_saved_bytes += core

@@ -10,7 +10,7 @@ of them. So what they do not state is known, too:
     cross-entropy-loss-fusion           exponentials beside the fp32 logits, instead of in their place
     decoder-first-pipeline-num-layers   blocks of the first stage; `-last-`: of the last one
     deterministic-mode                  CUBLAS_WORKSPACE_CONFIG=:4096:8, 32 MiB for each of the two threads that call
-                                        cuBLAS instead of the 8.125 MiB that torch asks for before Hopper
+                                        cuBLAS; else torch asks for 8.125 MiB, from Hopper on for 32 MiB, too
     num-distributed-optimizer-instances groups of data-parallel ranks, each of which shares out the whole optimizer
 
 Source: megatron/training/arguments.py, core/fusions/fused_cross_entropy.py; torch's ATen/cuda/CublasHandlePool.
@@ -27,8 +27,10 @@ from profiler.transformer import TransformerShape
 Arguments = dict[str, str]
 EXPONENTIAL_BYTES = 4
 """Per logit, of what a fused loss does not compute in place."""
-DETERMINISTIC_BYTES = 2 * (32 * 1024 - 8320) * 1024
+LARGE_WORKSPACE_BYTES = 2 * (32 * 1024 - 8320) * 1024
 """Of cuBLAS's workspaces for forward and backward, beyond torch's own choice before Hopper."""
+SMALL_WORKSPACES = ("Volta", "Turing", "Ampere", "Ada")
+"""Architectures before Hopper."""
 _LISTS_ALL = re.compile(r"functional test", re.IGNORECASE)
 _ARGUMENT = re.compile(r"([a-z][a-z0-9-]+)=([^;]+)")
 
@@ -50,14 +52,15 @@ def shape_with(shape: TransformerShape, given: Arguments, length: int) -> Transf
     )
 
 
-def framework_with(framework: Framework, given: Arguments) -> Framework:
-    """The framework as these arguments set it up."""
+def framework_with(framework: Framework, given: Arguments, architecture: str) -> Framework:
+    """The framework as these arguments set it up on a device of this architecture."""
+    is_large = "deterministic-mode" in given or architecture not in SMALL_WORKSPACES
     extra = EXPONENTIAL_BYTES if "cross-entropy-loss-fusion" in given else 0
     return replace(
         framework,
         dropout="always",
         loss_bytes=framework.loss_bytes + extra,
-        workspace_bytes=DETERMINISTIC_BYTES if "deterministic-mode" in given else 0,
+        workspace_bytes=LARGE_WORKSPACE_BYTES if is_large else 0,
     )
 
 

@@ -21,7 +21,7 @@ from planner.fidelity.predict import predict_run
 from planner.fidelity.rows import Run
 from planner.spec.calibration import DEFAULT, Constants
 
-SHARPNESS = 0.03
+SHARPNESS = 0.02
 """Relative distance from the capacity at which a decision is as good as certain."""
 WIDTH = 0.3
 """Spread of the factor's logarithm that is known before."""

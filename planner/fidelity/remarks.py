@@ -1,8 +1,8 @@
 """What the words of a row say about its figures: which of them tell nothing about time or about fitting.
 
 time is overhead      the notes say that the model is too small for its step time to mean anything ("TINY MODEL")
-memory is stated      the hardware names its memory; else, where a product is sold with several sizes, whether a run
-                      fits cannot be judged
+memory is stated      the hardware names its type and memory; else, where a product is sold with several sizes, whether
+                      a run fits cannot be judged
 modelled              the memory was computed by the source, so nothing ran that could have run out
 activations           the part of the memory that activations take, where the source tells it apart
 """
@@ -83,10 +83,15 @@ def remarks_of(row: dict[str, str]) -> Remarks:
     told = re.search(r"activations (\d+(?:\.\d+)?) GiB", kind)
     return Remarks(
         time_is_overhead="tiny model" in (row.get("notes") or "").lower(),
-        memory_is_stated=re.search(r"\d\s*g(?:i?b)?\b", hardware, re.IGNORECASE) is not None,
+        memory_is_stated=re.search(r"\d\s*g(?:i?b)?\b", _product(hardware), re.IGNORECASE) is not None,
         is_modelled="modelled" in kind.lower(),
         activation_bytes=float(told.group(1)) * 2**30 if told else None,
     )
+
+
+def _product(hardware: str) -> str:
+    """What is said of a device whose type is told."""
+    return "" if "type not stated" in hardware else hardware
 
 
 @cache

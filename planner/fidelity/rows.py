@@ -196,7 +196,7 @@ def run_of(row: Row, family: str) -> Run:
         memory_rank=_memory_rank(row["mem_kind"]),
         ran_out=ran_out,
         rank_group=row["rank_group"],
-        splits_experts=(_whole(row, "etp") or layout.tensor_parallel_degree) > 1,
+        splits_experts=_expert_tensor_degree(row, layout.tensor_parallel_degree) > 1,
         splits_vocabulary=bool(re.search(r"vocab parallel|interlaced", row["schedule"])),
     )
 
@@ -323,8 +323,14 @@ def _expert_degree(row: Row, tensor: int) -> int:
 
     Whole experts are spread over the tensor-parallel ranks, too, which Megatron-Core counts into its expert degree.
     """
-    expert, split = _whole(row, "ep") or 1, _whole(row, "etp") or tensor
+    expert, split = _whole(row, "ep") or 1, _expert_tensor_degree(row, tensor)
     return expert * split // tensor if expert * split % tensor == 0 else expert
+
+
+def _expert_tensor_degree(row: Row, tensor: int) -> int:
+    """Ranks that split an expert: stated; 1 by Megatron-MoE-ModelZoo's scripts, else the tensor-parallel ones."""
+    default = 1 if row["system"].startswith("Megatron-Core MoE") else tensor
+    return _whole(row, "etp") or default
 
 
 def _micro_batches(row: Row, data: int) -> tuple[int, int, int]:

@@ -24,6 +24,7 @@ from typing import Any
 
 from planner.fidelity.arguments import Arguments, attention_with, framework_with
 from planner.fidelity.names import attention_of, framework_of
+from planner.spec.devices import find_entry
 from planner.spec.frameworks import AttentionKernel, Framework
 from planner.spec.profile import DataType
 
@@ -31,6 +32,11 @@ MEGATRON_ZERO_3 = "Megatron+DeepSpeed ZeRO-3"
 COPIED_GRADIENTS: dict[DataType, int] = {"fp16": 2, "bf16": 4, "fp32": 0}
 """Bytes per parameter: of the flattened bucket-wise copies, and beside BF16_Optimizer's fp32 gradients also of those
 that autograd leaves."""
+
+
+HALF_LOSS: dict[str, Any] = {"fp32_softmax": False, "logit_bytes": 4, "loss_bytes": 6}
+"""A model of Transformers in fp16: shifted logits and their logarithms are kept in half precision, beside the logits
+and two gradients of them."""
 
 
 def setting_of(
@@ -48,10 +54,12 @@ def setting_of(
     attention = attention_of(row["attention"], framework, device)
     if not row["attention"]:
         attention = _unnamed(attention, row, given)
-    framework = replace(framework, **_of_era(framework, attention, dtype), **_of_words(framework, row))
+    framework = replace(framework, **(_of_era(framework, attention, dtype) | _of_words(framework, row)))
     if row["system"] == MEGATRON_ZERO_3:
         framework = _megatron_zero_3(framework, row)
-    return framework if given is None else framework_with(framework, given), attention
+    if given is not None:
+        framework = framework_with(framework, given, find_entry(device).architecture)
+    return framework, attention
 
 
 def _unnamed(attention: AttentionKernel, row: Mapping[str, str], given: Arguments | None) -> AttentionKernel:
@@ -62,8 +70,10 @@ def _unnamed(attention: AttentionKernel, row: Mapping[str, str], given: Argument
 
 
 def _of_era(framework: Framework, attention: AttentionKernel, dtype: DataType) -> dict[str, Any]:
-    copies = framework.name == "megatron-deepspeed" and attention != "flash"
-    return {"copied_gradient_bytes": COPIED_GRADIENTS[dtype]} if copies else {}
+    """What precision and age of a run decide."""
+    if framework.name == "megatron-deepspeed" and attention != "flash":
+        return {"copied_gradient_bytes": COPIED_GRADIENTS[dtype]}
+    return HALF_LOSS if framework.name == "deepspeed" and dtype == "fp16" else {}
 
 
 def _of_words(framework: Framework, row: Mapping[str, str]) -> dict[str, Any]:

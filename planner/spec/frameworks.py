@@ -69,6 +69,8 @@ class Framework:
     fp32_gradients: bool = False
     """Gradients of bf16 parameters are accumulated and reduced in fp32 (fp16 ones stay, for their loss is scaled)."""
     selective: Selective = "operators"
+    fp32_softmax: bool = True
+    """Attention that keeps its scores without a kernel of its own computes their softmax in fp32."""
     logit_bytes: int = 4
     """Per logit, kept for the loss's backward: an fp32 copy; 2: the half-precision logits themselves."""
     loss_bytes: int = 8
@@ -242,8 +244,11 @@ _ALL = (
     Framework("litgpt", "Lightning-AI/litgpt with Fabric", fuses_norm=False, overlaps_reduction=True),
     Framework(
         "torchtune",
-        "pytorch/torchtune recipes: dtype: bf16, enable_activation_checkpointing: True",
+        "pytorch/torchtune recipes: dtype: bf16, enable_activation_checkpointing: True, CEWithChunkedOutputLoss: bf16 "
+        "logits, of which one chunk of eight is in fp32 at a time",
         is_pure=True,
+        logit_bytes=2,
+        loss_bytes=3,
         recompute="full",
         overlaps_reduction=True,
     ),

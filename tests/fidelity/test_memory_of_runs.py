@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from planner.fidelity.capacity import reported_bytes
+from planner.fidelity.metrics import Outcome
 from planner.fidelity.predict import predict_run
+from planner.fidelity.remarks import remarks_of
 from planner.fidelity.rows import Row, Run, run_of
 from planner.spec.calibration import DEFAULT
 from tests.fidelity.support import row, run
@@ -139,3 +144,27 @@ def test_bf16_states_are_sharded_without_zero() -> None:
     """DeepSpeed's BF16_Optimizer partitions its states where ZeRO is off, its FP16 one does not."""
     stages = [run(system="Megatron-DeepSpeed", gpus=8, precision=each).layout.zero_stage for each in ("bf16", "fp16")]
     assert stages == [1, 0]
+
+
+def test_a_device_of_unstated_type_is_asked_for_its_bytes_alone() -> None:
+    """Galvatron's profile names no device: its bytes are predicted, whether it fits is not judged."""
+    values = {"system": "Galvatron profiler", "hardware": '8x GPU (type not stated; config dir "36GB" budgets)'}
+    told = row(**values, step_s="", mem_gib=2.2)
+    found = Outcome(run_of(told, "f"), predict_run(run_of(told, "f"), DEFAULT), remarks=remarks_of(told))
+    assert found.memory_error is not None
+    assert not found.is_decided
+
+
+def test_a_device_holds_what_its_driver_reports() -> None:
+    """40 GB of an A100 are 39.4 GiB; a device that nobody quotes holds what its data sheet says."""
+    assert reported_bytes("a100-sxm4-40gb") == pytest.approx(39.39 * 2**30, rel=1e-6)
+    assert reported_bytes("b300-sxm-288gb") == 288_000_000_000
+
+
+def test_cached_memory_shows_where_it_was_measured() -> None:
+    """What torch reserved, and what a device shows, hold the allocator's cache; what torch allocated does not."""
+    kinds = {"torch max_memory_allocated": 0, "max reserved GiB": 1e9, "nvidia-smi": 1e9}
+    for kind, cached in kinds.items():
+        one = run(mem_gib=10, mem_kind=kind)
+        more, less = (predict_run(one, replace(DEFAULT, cached_bytes=each)).memory_bytes for each in (1e9, 0.0))
+        assert more - less == cached
