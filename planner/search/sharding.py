@@ -78,15 +78,23 @@ def dominates(better: LayoutCosts, worse: LayoutCosts, *, strictly: bool = False
     if better.columns or better.ranks:  # the costs of the whole are bounds only: every rank has its own
         parts = zip(better.columns or better.ranks, worse.columns or worse.ranks, strict=True)
         return all(dominates(*pair, strictly=strictly) for pair in parts)
-    if better.shared or not all(map(_no_slower, better.links, worse.links)):
+    if better.shared:
         return False
-    pairs = {(id(a), id(b)): (a, b) for a, b in zip(worse.layers, better.layers, strict=True)}
-    longer = [_longer(*pair, costs=worse) for pair in pairs.values()]
-    if None in longer:
-        return False
-    least = min(each for each in longer if each is not None)
+    least: int | None = None
+    is_slower, seen = False, set()
+    for layer, options in enumerate(worse.layers):
+        if id(options) not in seen:  # identical layers share their costs
+            seen.add(id(options))
+            longer = _longer(options, better.layers[layer], costs=worse)
+            if longer is None:
+                return False
+            least = longer if least is None else min(least, longer)
+            is_slower |= longer > 0
     gained = better.reduction_latency_ticks - worse.reduction_latency_ticks
-    return least >= gained and (not strictly or any(longer) or gained < 0)
+    if least is None or least < gained or (strictly and not is_slower and gained >= 0):
+        return False
+    is_alike = better.layout.rank_order == worse.layout.rank_order
+    return is_alike or all(map(_no_slower, better.links, worse.links))
 
 
 def _no_slower(better: Link, worse: Link) -> bool:
