@@ -8,9 +8,11 @@ latency a and bandwidth b of one device and direction:
                                               (src/device/all_gather.h and reduce_scatter.h: n steps; all_reduce.h:
                                               2 n - 1), between nodes x = 0                 -> ring_seconds()
     (L2)  all-reduce                          reduce-scatter, then all-gather, the same x once -> collective_seconds()
-    (L3)  over nodes with k members each      inside with S, then between the nodes with S/k -> collective_seconds()
-          (hierarchical; every member drives its own network card); members unevenly spread over the nodes run one
-          flat ring at the slower link
+    (L3)  over nodes with k members each      inside with S, then between the nodes with S / (1 + f (k - 1))
+                                                                                            -> collective_seconds()
+          (hierarchical; at f = 1 every member drives its own network adapter, at f = 0 a group one of them, as where
+          the collectives' library knows no rails of the network); members unevenly spread over the nodes run one flat
+          ring at the slower link
     (L4)  point to point, broadcast           a + S/b                                       -> transfer_seconds()
     (L5)  all-to-all                          (n - 1) a + (n - 1)/n S/b at the slowest link -> collective_seconds()
 """
@@ -70,6 +72,7 @@ def collective_seconds(
     *,
     latency: bool = True,
     copies: float = 0.0,
+    rails: float = 1.0,
 ) -> float:
     """Seconds of one collective on a full tensor of `size_bytes`: equations (L2) to (L5).
 
@@ -81,6 +84,7 @@ def collective_seconds(
         inter_node: link between nodes; None: there is one node.
         latency: False leaves the hops' fixed costs out, as of one among many that follow each other.
         copies: x of equation (L1).
+        rails: f of equation (L3).
     """
     if group.ranks == 1 or size_bytes == 0:
         return 0.0
@@ -96,7 +100,8 @@ def collective_seconds(
         return ring_seconds(size_bytes, group.ranks, between, passes=passes, latency=latency)
     members, each = group.ranks_per_node, passes * copies
     inside = ring_seconds(size_bytes, members, intra_node, passes=passes, copies=each, latency=latency)
-    return inside + ring_seconds(size_bytes / members, group.nodes, between, passes=passes, latency=latency)
+    share = size_bytes / (1 + rails * (members - 1))
+    return inside + ring_seconds(share, group.nodes, between, passes=passes, latency=latency)
 
 
 def transfer_seconds(size_bytes: float, link: Link) -> float:

@@ -176,5 +176,10 @@ def _refuse_unknown_splits(work: Workload, layout: Layout) -> None:
 def _reduction_latency_ticks(work: Workload, layout: Layout, groups: Groups) -> int:
     """Of an all-reduce among the ranks that sum gradients: under ZeRO among those of a group, then over the copies."""
     several = (groups.shard, groups.copies) if layout.zero_stage else (groups.data,)
-    links, copies = (work.intra_node, work.inter_node), work.constants.ring_copies
-    return ticks(sum(collective_seconds("all_reduce", 1, one, *links, copies=copies) for one in several))
+    links, fitted = (work.intra_node, work.inter_node), work.constants
+    return ticks(
+        sum(
+            collective_seconds("all_reduce", 1, one, *links, copies=fitted.ring_copies, rails=fitted.rail_fraction)
+            for one in several
+        )
+    )

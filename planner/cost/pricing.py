@@ -282,8 +282,10 @@ class LayerPricing:
         work = self.work
         if group.ranks == 1:
             return 0.0
-        links, copies = (work.intra_node, work.inter_node), work.constants.ring_copies
-        moving = collective_seconds(operation, size_bytes, group, *links, copies=copies)
+        links, fitted = (work.intra_node, work.inter_node), work.constants
+        moving = collective_seconds(
+            operation, size_bytes, group, *links, copies=fitted.ring_copies, rails=fitted.rail_fraction
+        )
         return moving + work.constants.collective_seconds
 
     def _sharded(self, size_bytes: int, whole: _Whole, is_sharded: bool) -> int:
@@ -385,5 +387,7 @@ class LayerPricing:
 
 def _bandwidth_seconds(work: Workload, operation: CollectiveName, size_bytes: int, group: Group) -> float:
     """A collective without its latency, which a stage pays once and not once per layer."""
-    links, copies = (work.intra_node, work.inter_node), work.constants.ring_copies
-    return collective_seconds(operation, size_bytes, group, *links, copies=copies, latency=False)
+    links, fitted = (work.intra_node, work.inter_node), work.constants
+    return collective_seconds(
+        operation, size_bytes, group, *links, latency=False, copies=fitted.ring_copies, rails=fitted.rail_fraction
+    )

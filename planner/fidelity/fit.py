@@ -44,6 +44,7 @@ PRIORS: dict[str, Prior] = {
     "host_forward_seconds": Prior(1.5e-5, 1.0),
     "host_backward_seconds": Prior(1e-5, 1.0),
     "ring_copies": Prior(1.0, 0.4),
+    "rail_fraction": Prior(0.9, 1.0),
     "collective_seconds": Prior(2e-5, 0.8),
     "intra_node_fraction": Prior(0.75, 0.15),
     "inter_node_fraction": Prior(0.6, 0.4),

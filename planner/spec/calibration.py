@@ -53,6 +53,8 @@ class Constants:
     """Host time per kernel of a backward."""
     ring_copies: float = 0.0
     """x of equation (L1): steps of a ring inside a node beyond those that move data over its links."""
+    rail_fraction: float = 1.0
+    """f of equation (L3): of the network adapters beyond the first that a group has on a node, those that it drives."""
     collective_seconds: float = 0.0
     """Fixed time of one collective besides the links' latency."""
     intra_node_fraction: float = 1.0

@@ -163,10 +163,12 @@ def collective_seconds(
     inter: Link,
     *,
     copies: float = 0.0,
+    rails: float = 1.0,
     latency: bool = True,
 ) -> float:
-    """One collective on a tensor of this full size; `copies` are a ring's steps inside a node that no link sees, and
-    `latency` False leaves the hops' fixed costs out."""
+    """One collective on a tensor of this full size; `copies` are a ring's steps inside a node that no link sees,
+    `rails` the part of a node's further network adapters that a group drives; `latency` False leaves the hops' fixed
+    costs out."""
     if spread.ranks == 1 or size_bytes == 0:
         return 0.0
     slowest = intra if spread.nodes == 1 else inter
@@ -176,7 +178,8 @@ def collective_seconds(
     is_even = spread.nodes * spread.fullest == spread.ranks
     if spread.nodes > 1 and is_even and operation != "all_to_all":
         inside = _ring(size_bytes, spread.fullest, intra, rounds, rounds * copies, latency)
-        return inside + _ring(size_bytes / spread.fullest, spread.nodes, inter, rounds, 0.0, latency)
+        adapters = (1 - rails) + rails * spread.fullest
+        return inside + _ring(size_bytes / adapters, spread.nodes, inter, rounds, 0.0, latency)
     is_copied = spread.nodes == 1 and operation != "all_to_all"
     return _ring(size_bytes, spread.ranks, slowest, rounds, copies if is_copied else 0.0, latency)
 

@@ -198,8 +198,16 @@ class Prices:
     def _collective(self, operation: str, size_bytes: float, group: str, *, latency: bool = True) -> float:
         """Seconds of a collective in one of the layout's groups."""
         spread, links = self.site.communicators[group]
-        copies = self.site.group.constants.ring_copies
-        return collective_seconds(operation, size_bytes, spread, *links, copies=copies, latency=latency)
+        fitted = self.site.group.constants
+        return collective_seconds(
+            operation,
+            size_bytes,
+            spread,
+            *links,
+            latency=latency,
+            copies=fitted.ring_copies,
+            rails=fitted.rail_fraction,
+        )
 
     def _ranks(self, group: str) -> int:
         """Members of one of the layout's groups."""

@@ -36,6 +36,17 @@ def test_a_ring_copies_inside_a_node(operation: str, steps: int) -> None:
         assert plain == copied
 
 
+def test_a_group_may_drive_few_adapters() -> None:
+    """(L3): with one adapter a node instead of four, what goes between the nodes takes four times as long."""
+    four, one, two = (
+        collective_seconds("all_gather", MEGABYTE, ON_TWO_NODES, INTRA, INTER, latency=False, rails=rails)
+        for rails in (1.0, 0.0, 1 / 3)
+    )
+    inside = 0.75e-3
+    assert one - inside == pytest.approx(4 * (four - inside))
+    assert two - inside == pytest.approx(2 * (four - inside))
+
+
 def test_ring_of_one_is_free() -> None:
     """Nobody to talk to takes no time."""
     assert ring_seconds(MEGABYTE, 1, INTRA) == 0

@@ -105,20 +105,21 @@ def test_rooflines_agree(
     st.integers(1, 4),
     st.integers(1, 8),
     st.integers(0, 3),
-    st.sampled_from([0.0, 1.3]),
+    st.sampled_from([{}, {"copies": 1.3, "rails": 0.2}]),
 )
-def test_collectives_agree(operation: Any, size: int, nodes: int, fullest: int, fewer: int, copies: float) -> None:
+def test_collectives_agree(operation: Any, size: int, nodes: int, fullest: int, fewer: int, fitted: Any) -> None:
     """Any collective over any spread of ranks takes the same seconds in both."""
     ranks = max(nodes, nodes * fullest - min(fewer, fullest - 1 if nodes > 1 else 0))
     intra, inter = link(1e11, 3e-6), link(1e10, 1e-5)
-    one = cost_collective_seconds(operation, size, Group(ranks, nodes, fullest), intra, inter, copies=copies)
-    other = collective_seconds(operation, size, Spread(ranks, nodes, fullest), intra, inter, copies=copies)
+    one = cost_collective_seconds(operation, size, Group(ranks, nodes, fullest), intra, inter, **fitted)
+    other = collective_seconds(operation, size, Spread(ranks, nodes, fullest), intra, inter, **fitted)
     assert one == pytest.approx(other)
 
 
 steps = st.builds(
     Constants,
     ring_copies=st.just(0.0) | st.just(1.1),
+    rail_fraction=st.just(1.0) | st.just(0.3),
     collective_seconds=st.just(0.0) | st.just(1.00003e-6),
     transfer_seconds=st.just(0.0) | st.just(3.0000007e-6),
     optimizer_passes=st.floats(1, 3),
