@@ -13,7 +13,7 @@ from itertools import accumulate, chain
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.schedule.actions import Action, ActionKind, Schedule
+from planner.schedule.actions import ActionKind, Schedule
 
 Numbers = NDArray[np.int64]
 KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
@@ -57,8 +57,3 @@ class Columns:
 
 def _joined(parts: Iterable[Sequence[int]]) -> Numbers:
     return np.concatenate([np.array(part, dtype=np.int64) for part in parts])
-
-
-def named(columns: Columns, index: int) -> Action:
-    """The action at a place of the columns."""
-    return Action(int(columns.stages[index]), KINDS[columns.kinds[index]], int(columns.units[index]))
