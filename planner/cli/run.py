@@ -16,7 +16,7 @@ from planner.cli.arguments import (
 )
 from planner.cli.console import STDOUT, check_output, data, to_json, words, write
 from planner.cli.failures import DONE
-from planner.cli.run_nodes import add_nodes, check_node_options, node_command, train_nodes
+from planner.cli.run_nodes import add_nodes, check_node_options, elastic_commands, train_nodes
 from planner.cli.run_text import run_text
 from planner.cli.service import check_address, exchange
 from planner.cli.units import percent
@@ -224,9 +224,11 @@ def _run_nodes(plan: Plan, model: str, arguments: argparse.Namespace) -> int:
     """Take part in an elastic run over several nodes, or print the command that each of them starts."""
     settings = _settings(model, arguments)
     if arguments.rendezvous is None:
-        line = node_command(plan, settings, arguments)
+        lines = elastic_commands(plan, settings, arguments)
         words(f"start this command on each of {arguments.nodes} nodes; RENDEZVOUS is HOST:PORT of their store")
-        data(to_json({"commands": [line]}) if arguments.json else line)
+        if len(lines) > 1:
+            words("\n".join(f"  {place}: on nodes of {count} devices" for place, count in enumerate(lines, 1)))
+        data(to_json({"commands": list(lines.values())}) if arguments.json else "\n".join(lines.values()))
         return DONE
     measured, last_plan, is_first = train_nodes(plan, settings, arguments)
     return _tell(last_plan, measured, arguments, to_service=is_first)

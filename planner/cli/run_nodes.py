@@ -93,28 +93,33 @@ def train_nodes(plan: Plan, settings: dict[str, Any], arguments: argparse.Namesp
     NodeReplanner(plan, by_search(plan))  # refuses what cannot be planned for, before anything starts
     chosen, policy = RunSettings(**settings), _policy(plan, arguments)
     measured, is_first = run_node(plan, chosen, policy, metrics=arguments.metrics, log=words)
-    known = KnownPlans(elastic_folder(chosen, policy.run_id))
+    known = KnownPlans(elastic_folder(chosen, policy.run_id), plan)
     return measured, known.by_id(measured.plan_id) or plan, is_first
 
 
-def node_command(plan: Plan, settings: dict[str, Any], arguments: argparse.Namespace) -> str:
-    """The shell command that every node starts; RENDEZVOUS is for the shell to fill in."""
+def elastic_commands(plan: Plan, settings: dict[str, Any], arguments: argparse.Namespace) -> dict[int, str]:
+    """The shell command that every node starts, by its number of devices; RENDEZVOUS is for the shell to fill in."""
     from planner.cli.replan import NodeReplanner, by_search
 
     if arguments.plan == STDOUT:
         raise DocumentError(
             "every node reads the plan itself.", field="plan.json", mend="write it to a file that all of them have."
         )
-    _policy(plan, arguments)
     NodeReplanner(plan, by_search(plan))
     chosen = RunSettings(**settings)
-    elastic_folder(chosen, "")
     command = ["planner", "run", arguments.plan, *_spelt(chosen), "--elastic", "--nodes", arguments.nodes]
     for name in PRINTED:
         if getattr(arguments, name) is not None:
             command += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
-    # The one word that the shell must expand stays unquoted.
-    return f'{shlex.join(command)} --rendezvous "$RENDEZVOUS"'
+    counts = [arguments.devices] if arguments.devices is not None else _devices(plan)
+    found = {}
+    for count in counts:
+        _policy(plan, argparse.Namespace(**{**vars(arguments), "devices": count}))  # refuses what makes no sense
+        devices = ["--devices", str(count)] if len(counts) > 1 else []
+        # The one word that the shell must expand stays unquoted.
+        found[count] = f'{shlex.join([*command, *devices])} --rendezvous "$RENDEZVOUS"'
+    elastic_folder(chosen, "")  # refuses a run without checkpoints
+    return found
 
 
 def _spelt(settings: RunSettings) -> list[str]:
@@ -131,7 +136,7 @@ def _policy(plan: Plan, arguments: argparse.Namespace) -> NodesPolicy:
         least=int(found[1]),
         most=int(found[2]),
         run_id=arguments.run_id or plan.id[:12],
-        devices=arguments.devices or _devices(plan),
+        devices=arguments.devices or _only(_devices(plan)),
         ranks=(*RANK, *service),
         rendezvous=arguments.rendezvous or "",
         address=arguments.address,
@@ -142,13 +147,16 @@ def _policy(plan: Plan, arguments: argparse.Namespace) -> NodesPolicy:
     )
 
 
-def _devices(plan: Plan) -> int:
-    """Of a node, where all have as many."""
-    counts = {group.devices_per_node for group in plan.request.cluster.node_groups}
-    if len(counts) > 1:
+def _devices(plan: Plan) -> list[int]:
+    """How many the nodes of the plan's cluster have."""
+    return sorted({group.devices_per_node for group in plan.request.cluster.node_groups}, reverse=True)
+
+
+def _only(devices: list[int]) -> int:
+    if len(devices) > 1:
         raise DocumentError(
-            f"nodes of the plan's cluster have {' or '.join(map(str, sorted(counts)))} devices.",
+            f"nodes of the plan's cluster have {' or '.join(map(str, devices))} devices.",
             field="--devices",
             mend="give this node's.",
         )
-    return counts.pop()
+    return devices[0]

@@ -171,7 +171,7 @@ class NodeRank:
         self._settings = replace(settings, resume=settings.resume or place.round > 0)
         self._options = options
         self._planner = planner
-        self._known = KnownPlans(folder)
+        self._known = KnownPlans(folder, plan)
         self._journal = Journal(folder / "journal.jsonl")
         self._report = folder / "measured.json"
         self._store = TCPStore(

@@ -123,13 +123,18 @@ class Pilot:
         return how, plan
 
     def _look_at_gate(self) -> None:
-        waiting = self._waiting()
+        waiting = self._waiting() if self._may_pay() else ()
         grown = Roster((*self._roster.devices, *waiting))
         if not waiting:
             self._grown = self._answer = None
         elif self._grown is None or grown.key != self._grown.key:
             self._grown = grown
             self._answer = self._pool.submit(self._ask, grown)
+
+    def _may_pay(self) -> bool:
+        """Even steps of no length could not gain more than is left."""
+        left = self._schedule.steps - self._pace.trained
+        return left * self._pace.step_seconds > self._meeting_seconds
 
     def _ask(self, roster: Roster) -> Plan | Infeasible:
         known = self._known.find(roster)
@@ -139,6 +144,8 @@ class Pilot:
             return Infeasible(reasons=(str(error),))
 
     def _weigh_growth(self, step: int) -> None:
+        if self._answer is None:
+            return
         self._look_at_gate()  # who has gone meanwhile is not waited for
         answer, grown = self._answer, self._grown
         if answer is None or grown is None or not answer.done():

@@ -60,15 +60,20 @@ def seats(plan: Plan, roster: Roster) -> Mapping[Seat, int] | None:
 
 
 class KnownPlans:
-    """The plan of every roster that was planned for, in a folder that all nodes share: who comes back need not wait."""
+    """The plan of every roster that was planned for, in a folder that all nodes share: who comes back need not wait.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        plan: that the run was begun with; plans of another model or job, from another run, do not count.
+    """
+
+    def __init__(self, folder: Path, plan: Plan) -> None:
         self._folder = folder
+        self._request = plan.request
 
     def find(self, roster: Roster) -> Plan | None:
         """The plan for these nodes; None: nobody has asked for one yet."""
         path = self._path(roster)
-        return read(Plan, path) if path.is_file() else None
+        return self._read(path) if path.is_file() else None
 
     def keep(self, roster: Roster, plan: Plan) -> None:
         """Write it under another name first: another node may read at any time."""
@@ -80,8 +85,13 @@ class KnownPlans:
 
     def by_id(self, plan_id: str) -> Plan | None:
         """The plan of this id; None: it is not among them."""
-        plans = (read(Plan, path) for path in sorted(self._folder.glob("plan-*.json")))
-        return next((plan for plan in plans if plan.id == plan_id), None)
+        plans = map(self._read, sorted(self._folder.glob("plan-*.json")))
+        return next((plan for plan in plans if plan is not None and plan.id == plan_id), None)
+
+    def _read(self, path: Path) -> Plan | None:
+        plan = read(Plan, path)
+        ours, theirs = ((each.profile_id, each.job) for each in (self._request, plan.request))
+        return plan if ours == theirs else None
 
     def _path(self, roster: Roster) -> Path:
         return self._folder / f"plan-{roster.key}.json"

@@ -237,6 +237,21 @@ def test_every_node_of_an_elastic_run_starts_the_same_command(planner: Command, 
     assert planner("run", two_node_plan, *NODES, "--json").json == {"commands": [ended_line(planner, two_node_plan)]}
 
 
+def test_nodes_of_other_sizes_have_a_command_of_their_own(
+    planner: Command, two_node_plan: Path, tmp_path: Path
+) -> None:
+    """It tells their devices."""
+    plan = json.loads(two_node_plan.read_text())
+    (group,) = plan["request"]["cluster"]["node_groups"]
+    plan["request"]["cluster"]["node_groups"] = [group, {**group, "name": "others", "devices_per_node": 4}]
+    path = tmp_path / "unequal.json"
+    path.write_text(json.dumps(plan))
+    lines = planner("run", path, *NODES).out.splitlines()
+    assert [line.partition("--devices ")[2].split()[0] for line in lines] == ["4", "1"]
+    assert "give this node's" in planner("run", path, *NODES, "--rendezvous", "h:1").err
+    assert len(planner("run", path, *NODES, "--devices", "2").out.splitlines()) == 1
+
+
 def ended_line(planner: Command, plan: Path) -> str:
     """The command without further options."""
     return planner("run", plan, *NODES).out.strip()

@@ -82,6 +82,18 @@ def test_every_device_knows_its_rank() -> None:
     ]
 
 
+def test_plans_are_known_again(tmp_path: Path) -> None:
+    """By the nodes that they are for, in any order; those of another job are not this run's."""
+    known = KnownPlans(tmp_path / "plans", plan_of(1))
+    assert known.find(Roster((1, 2))) is None
+    known.keep(Roster((1, 2)), plan_of(2, 1))
+    assert known.find(Roster((2, 1))) == known.by_id(plan_of(2, 1).id) == plan_of(2, 1)
+    assert known.by_id("another") is None
+    job = plan_of(1).request.job.model_copy(update={"optimizer": "sgd"})
+    other = plan_of(1).model_copy(update={"request": plan_of(1).request.model_copy(update={"job": job})})
+    assert KnownPlans(tmp_path / "plans", other).find(Roster((1, 2))) is None
+
+
 def test_the_journal_outlives_who_writes_it(tmp_path: Path) -> None:
     """A line that was left half written costs nothing but itself."""
     journal = Journal(tmp_path / "elastic" / "journal.jsonl")
@@ -114,7 +126,7 @@ def agree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     journal, said = Journal(tmp_path / "journal.jsonl"), list[str]()
 
     def make(planner: Planner, restarts: int = 3) -> tuple[Agreement, Journal, list[str]]:
-        known = KnownPlans(tmp_path / "plans")
+        known = KnownPlans(tmp_path / "plans", plan_of(1, 1))
         options: dict[str, Any] = {"checkpoints": tmp_path, "restarts": restarts, "log": said.append}
         return Agreement(plan_of(1, 1), planner, known, journal, **options), journal, said
 
@@ -180,7 +192,7 @@ def pilot_of(
 ) -> tuple[Pilot, Journal]:
     """A pilot of a run on two nodes, with a checkpoint after every fourth step."""
     journal, pace = Journal(folder / "journal.jsonl"), Pace(plan_of(1, 1), 0)
-    known, schedule = KnownPlans(folder / "plans"), Schedule(steps, 4)
+    known, schedule = KnownPlans(folder / "plans", plan_of(1)), Schedule(steps, 4)
     told: dict[str, Any] = {"waiting": lambda: waiting[0], "meeting_seconds": 7.0, "log": lambda line: None}
     pilot = Pilot("0.0", pace, Roster((1, 1)), planner, known, journal, schedule, **told)
     pilot.begin(0)
@@ -209,7 +221,7 @@ def test_a_run_grows_at_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyP
     how, plan = pilot.end(stopped=True)
     assert (how, plan) == ("grown", plan_of(1, 1, 1))
     assert planner.asked == [(1, 1, 1)]
-    assert KnownPlans(tmp_path / "plans").find(Roster((1, 1, 1))) == plan
+    assert KnownPlans(tmp_path / "plans", plan_of(1)).find(Roster((1, 1, 1))) == plan
     (grown,) = journal.decisions()
     assert (grown.kind, grown.step) == ("moved", 8)
     assert grown.figures["gain_seconds"] == pytest.approx(92 * 0.5)
@@ -229,6 +241,10 @@ def test_a_run_stays_where_nothing_is_gained(tmp_path: Path, monkeypatch: pytest
     train(pilot, 3)
     waiting[0] = ()
     assert train(pilot, 20, first=3) == 20
+    planner = Planner()
+    pilot, journal = pilot_of(tmp_path, planner, [(1,)], steps=7)
+    assert train(pilot, 7) == 7
+    assert planner.asked == [], "six steps of a second cannot pay for seven seconds"
 
 
 def test_slow_ranks_lose_layers_without_a_rendezvous(tmp_path: Path) -> None:
