@@ -29,7 +29,6 @@ They are cheap and weak; a layout that they leave open is bounded over its segme
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -82,8 +81,7 @@ class Totals:
     @classmethod
     def of(cls, costs: LayoutCosts, modes: Sequence[Sequence[LayerCost]]) -> Self:
         """Identical layers share their choices, and are looked at once."""
-        distinct = {id(options): options for options in modes}
-        counted = [(distinct[key], count) for key, count in Counter(map(id, modes)).items()]
+        counted = [(modes[first], count) for first, count in costs.kinds]
         works = [work_of(options, costs.layout.sequence_chunks) for options, _ in counted]
         tails = [options[0].reduction_ticks + options[0].optimizer_ticks for options, _ in counted]
         kinds = tuple((work, tail, count) for (work, _), tail, (_, count) in zip(works, tails, counted, strict=True))

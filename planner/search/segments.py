@@ -40,13 +40,11 @@ def allowed_modes(costs: LayoutCosts, wish: Sequence[str]) -> tuple[LayerModes, 
     A layer that does not offer the wished mode (an embedding has nothing to recompute) keeps those it has.
     """
     known: dict[int, LayerModes] = {}
-    result = []
-    for options in costs.layers:
-        if id(options) not in known:
-            wished = tuple(cost for mode, cost in options.items() if "per-layer" in wish or mode in wish)
-            known[id(options)] = wished or tuple(options.values())
-        result.append(known[id(options)])
-    return tuple(result)
+    for first, _ in costs.kinds:
+        options = costs.layers[first]
+        wished = tuple([cost for mode, cost in options.items() if "per-layer" in wish or mode in wish])
+        known[first] = wished or tuple(options.values())
+    return tuple(map(known.__getitem__, costs.alike))
 
 
 def uniform_modes(costs: LayoutCosts, mode: str) -> tuple[LayerModes, ...]:
