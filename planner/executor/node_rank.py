@@ -33,7 +33,7 @@ from planner.executor.executor import choose_device, join
 from planner.executor.failure import write_failure
 from planner.executor.journal import Journal
 from planner.executor.nodes import NodePlanner, elastic_folder
-from planner.executor.pilot import How, Pilot, Schedule
+from planner.executor.pilot import How, Moments, Pilot
 from planner.executor.rendezvous import BEGAN, ROUND, Board
 from planner.executor.roster import KnownPlans, Roster, seats
 from planner.executor.settings import RunSettings
@@ -267,7 +267,7 @@ class NodeRank:
             self._planner,
             self._known,
             self._journal,
-            Schedule(self._settings.steps, self._settings.checkpoint_every),
+            Moments(self._settings.steps, self._settings.checkpoint_every),
             waiting=self._board.waiting,
             meeting_seconds=self._meeting_seconds,
             log=_say,

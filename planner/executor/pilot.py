@@ -28,8 +28,8 @@ How = Literal["done", "stopped", "moved", "grown"]
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
-    """Of steps and checkpoints."""
+class Moments:
+    """When a run may go on otherwise: at checkpoints with steps to come."""
 
     steps: int
     """To train in all."""
@@ -58,7 +58,7 @@ class Pilot:
         planner: NodePlanner,
         known: KnownPlans,
         journal: Journal,
-        schedule: Schedule,
+        moments: Moments,
         *,
         waiting: Callable[[], tuple[int, ...]],
         meeting_seconds: float,
@@ -70,7 +70,7 @@ class Pilot:
         self._planner = planner
         self._known = known
         self._journal = journal
-        self._schedule = schedule
+        self._moments = moments
         self._waiting = waiting
         self._meeting_seconds = meeting_seconds
         self._log = log
@@ -102,13 +102,13 @@ class Pilot:
         if time.monotonic() - self._looked >= LOOK_SECONDS:
             self._looked = time.monotonic()
             self._look_at_gate()
-        if self._drift is None and self._schedule.is_moment(line.step + 1):
+        if self._drift is None and self._moments.is_moment(line.step + 1):
             self._drift = self._pool.submit(look_for_drift, self._pace, self._planner)
 
     def wants_to_stop(self) -> bool:
         """At the end of a step: shall all ranks stop after it, to go on otherwise?"""
         step = self._pace.trained + 1
-        if not self._schedule.is_moment(step):
+        if not self._moments.is_moment(step):
             return False
         self._weigh_growth(step)
         if self._next is None:
@@ -133,7 +133,7 @@ class Pilot:
 
     def _may_pay(self) -> bool:
         """Even steps of no length could not gain more than is left."""
-        left = self._schedule.steps - self._pace.trained
+        left = self._moments.steps - self._pace.trained
         return left * self._pace.step_seconds > self._meeting_seconds
 
     def _ask(self, roster: Roster) -> Plan | Infeasible:
@@ -162,7 +162,7 @@ class Pilot:
             found,
             faster,
             step=step,
-            steps=self._schedule.steps,
+            steps=self._moments.steps,
             reason=f"there are {grown} now",
             meeting_seconds=self._meeting_seconds,
         )
@@ -175,7 +175,7 @@ class Pilot:
             return
         drift, self._drift = self._drift.result(), None
         if drift is not None:
-            self._tell(weigh_drift(self._pace, drift, step=step, steps=self._schedule.steps), "moved")
+            self._tell(weigh_drift(self._pace, drift, step=step, steps=self._moments.steps), "moved")
 
     def _tell(self, weighed: Weighed, how: How) -> None:
         self._journal.decide(weighed.decision)

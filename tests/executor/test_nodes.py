@@ -25,7 +25,7 @@ from planner.executor.agreement import Agreement
 from planner.executor.journal import Journal
 from planner.executor.node_rank import has_lost_others
 from planner.executor.nodes import NodesPolicy, elastic_folder
-from planner.executor.pilot import Pilot, Schedule
+from planner.executor.pilot import Moments, Pilot
 from planner.executor.rendezvous import Board, GatedRendezvous, endpoint, make_rendezvous
 from planner.executor.roster import KnownPlans, Roster, seats
 from planner.executor.settings import RunSettings
@@ -192,9 +192,9 @@ def pilot_of(
 ) -> tuple[Pilot, Journal]:
     """A pilot of a run on two nodes, with a checkpoint after every fourth step."""
     journal, pace = Journal(folder / "journal.jsonl"), Pace(plan_of(1, 1), 0)
-    known, schedule = KnownPlans(folder / "plans", plan_of(1)), Schedule(steps, 4)
+    known, moments = KnownPlans(folder / "plans", plan_of(1)), Moments(steps, 4)
     told: dict[str, Any] = {"waiting": lambda: waiting[0], "meeting_seconds": 7.0, "log": lambda line: None}
-    pilot = Pilot("0.0", pace, Roster((1, 1)), planner, known, journal, schedule, **told)
+    pilot = Pilot("0.0", pace, Roster((1, 1)), planner, known, journal, moments, **told)
     pilot.begin(0)
     return pilot, journal
 

@@ -63,7 +63,7 @@ class Planner:
 UNKNOWN_SECONDS = 1.0
 SLOW_SECONDS = 0.1
 """That a slow layer's forward takes longer on rank 1."""
-SLOW_STEPS = 400
+SLOW_STEPS = 240
 """After the move they are fast, so that the move pays, however long it takes on a busy machine."""
 
 
