@@ -6,12 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.cost.communication import Group
+from planner.cost.communication import Group, group_of
+from planner.cost.groups import groups_of
 from planner.cost.placement import (
+    CommunicatorName,
     boundary_crosses_nodes,
     communicators,
+    crossing,
     placement,
     stage_ranks,
+    strides,
     widest_copies_group,
     widest_data_group,
     widest_expert_shard_group,
@@ -122,6 +126,41 @@ def test_groups_of_pipelines_one_behind_the_other() -> None:
     assert list(communicators(one, "copies", 0)) == [(0, 8), (2, 10), (4, 12), (6, 14)]
     assert widest_shard_group(one, 4) == Group(4, 2, 2)
     assert widest_copies_group(one, 4) == Group(2, 2, 1)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """Any degrees, groups and order of ranks."""
+    data, context = draw(st.integers(1, 12)), draw(st.integers(1, 4))
+    replicas = data * context
+    expert = draw(st.sampled_from([each for each in range(1, replicas + 1) if replicas % each == 0]))
+    groups = [each for each in range(2, replicas) if replicas % each == 0 and each % expert == 0]
+    return Layout(
+        data_parallel_degree=data,
+        context_parallel_degree=context,
+        tensor_parallel_degree=draw(degrees),
+        pipeline_parallel_degree=draw(degrees),
+        expert_parallel_degree=expert,
+        zero_stage=1,
+        zero_shard_degree=draw(st.sampled_from((None, *groups))),
+        rank_order=draw(st.sampled_from(("tp-cp-dp-pp", "tp-cp-pp-dp"))),
+    )
+
+
+@given(layouts(), st.integers(1, 9))
+def test_widest_groups_are_those_of_all_communicators(one: Layout, per_node: int) -> None:
+    """What is told from where communicators start is what looking at every one of them tells; boundaries likewise."""
+    told = groups_of(one, per_node)
+    stages = range(one.pipeline_parallel_degree)
+    names: tuple[CommunicatorName, ...] = ("expert", "data", "expert_data", "shard", "expert_shard", "copies")
+    for name in names:
+        every = [group_of(ranks, per_node) for stage in stages for ranks in communicators(one, name, stage)]
+        assert getattr(told, name) == max(every, key=crossing)
+    step = strides(one).pipeline
+    for boundary in stages[:-1]:
+        ranks = stage_ranks(one, boundary)
+        crosses = any(rank // per_node != (rank + step) // per_node for rank in ranks)
+        assert boundary_crosses_nodes(one, boundary, per_node) == crosses
 
 
 @pytest.mark.parametrize(
