@@ -80,6 +80,13 @@ class LayoutCosts:
         output = next(iter(self.layers[last_layer].values())).output_bytes
         return output + sum(skip.bytes for skip in self.skips if skip.producer <= last_layer < skip.consumer)
 
+    def all_boundary_bytes(self) -> tuple[int, ...]:
+        """`boundary_bytes` of every layer."""
+        if self.skips:
+            return tuple(map(self.boundary_bytes, range(len(self.layers))))
+        outputs = {index: self.boundary_bytes(index) for index, _ in self.kinds}
+        return tuple(map(outputs.__getitem__, self.alike))
+
     def transfer_ticks(self, boundary: int, last_layer: int) -> int:
         """Ticks from stage `boundary` to the next when its last layer is this one: equation (T5)."""
         return self.transfers_behind(boundary)[last_layer]
@@ -96,8 +103,9 @@ class LayoutCosts:
         known = self._known_transfers
         if id(link) not in known:
             chunks = self.layout.sequence_chunks
-            sizes = [-(-self.boundary_bytes(layer) // chunks) for layer in range(len(self.layers))]
-            known[id(link)] = tuple(ticks(transfer_seconds(size, link)) for size in sizes)
+            sizes = [-(-whole // chunks) for whole in self.all_boundary_bytes()]
+            priced_once = {size: ticks(transfer_seconds(size, link)) for size in set(sizes)}
+            known[id(link)] = tuple(map(priced_once.__getitem__, sizes))
         return known[id(link)]
 
     @cached_property

@@ -20,7 +20,7 @@ Whatever the order, a rank runs nothing before its lowest stage has its first in
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Self
@@ -34,6 +34,7 @@ from planner.schedule.entry import Shape
 from planner.schedule.in_flight import most_held
 from planner.search.bounds import first_chunk, room_bytes
 from planner.search.segments import LayerModes
+from planner.search.windows import Kinds
 
 _Sizes = NDArray[np.int64]
 
@@ -112,24 +113,29 @@ class Uniform:
     @classmethod
     def of(cls, costs: LayoutCosts, modes: tuple[LayerModes, ...]) -> Self:
         """Layers of a layout, each in the first of its modes."""
-        layers = [options[0] for options in modes]
+        kinds = Kinds.of(modes)
+        layers = [options[0] for options in kinds.options]
         extra = [(len(shared.layers) - 1, shared) for shared in costs.shared]
         chunks = costs.layout.sequence_chunks
         firsts = [first_chunk(cost, chunks) for cost in layers]
+
+        def by_layer(values: Iterable[int]) -> _Sizes:
+            return np.array(list(values), dtype=np.int64)[kinds.places]
+
         return cls(
             modes=modes,
-            forward=np.array([cost.forward_ticks for cost in layers], dtype=np.int64),
-            backward=np.array([cost.backward_ticks for cost in layers], dtype=np.int64),
-            tail=np.array([cost.reduction_ticks + cost.optimizer_ticks for cost in layers], dtype=np.int64),
-            ogp_bytes=np.array([cost.ogp_bytes for cost in layers], dtype=np.int64),
-            activation_bytes=np.array([cost.activation_bytes for cost in layers], dtype=np.int64),
-            temporary_bytes=np.array([cost.temporary_bytes for cost in layers], dtype=np.int64),
-            boundary_bytes=np.array([costs.boundary_bytes(layer) for layer in range(len(layers))], dtype=np.int64),
+            forward=by_layer(cost.forward_ticks for cost in layers),
+            backward=by_layer(cost.backward_ticks for cost in layers),
+            tail=by_layer(cost.reduction_ticks + cost.optimizer_ticks for cost in layers),
+            ogp_bytes=by_layer(cost.ogp_bytes for cost in layers),
+            activation_bytes=by_layer(cost.activation_bytes for cost in layers),
+            temporary_bytes=by_layer(cost.temporary_bytes for cost in layers),
+            boundary_bytes=np.array(costs.all_boundary_bytes(), dtype=np.int64),
             latency_ticks=costs.reduction_latency_ticks - sum(times * shared.tail_ticks for times, shared in extra),
             room_bytes=room_bytes(costs) + sum(times * shared.ogp_bytes for times, shared in extra),
             micro_batches=costs.micro_batches,
-            first_forward=np.array([each[0] for each in firsts], dtype=np.int64),
-            first_backward=np.array([each[1] for each in firsts], dtype=np.int64),
+            first_forward=by_layer(each[0] for each in firsts),
+            first_backward=by_layer(each[1] for each in firsts),
             chunks=chunks,
         )
 

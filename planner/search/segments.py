@@ -50,8 +50,8 @@ def allowed_modes(costs: LayoutCosts, wish: Sequence[str]) -> tuple[LayerModes, 
 def uniform_modes(costs: LayoutCosts, mode: str) -> tuple[LayerModes, ...]:
     """The one choice of every layer when all recompute alike; one that does not offer the mode keeps its least."""
     allowed = allowed_modes(costs, (mode,))
-    first = {id(options): options[:1] for options in allowed}
-    return tuple(first[id(options)] for options in allowed)
+    first = {index: allowed[index][:1] for index, _ in costs.kinds}
+    return tuple(map(first.__getitem__, costs.alike))
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class Segments:
         ogp = self._sums(lambda options: options[0].ogp_bytes)
         for shared in self.costs.shared:
             ogp = ogp - np.maximum(self._users(shared.layers) - 1, 0) * shared.ogp_bytes
-        behind = np.array([0, *(self.costs.boundary_bytes(layer) for layer in range(len(self.modes)))], dtype=np.int64)
+        behind = np.array([0, *self.costs.all_boundary_bytes()], dtype=np.int64)
         incoming, outgoing = behind[self.starts], behind[self.stops]
         is_last = np.arange(self.stages) == self.costs.layout.pipeline_parallel_degree - 1 - self.first
         received = np.where(is_last[:, None, None], incoming, incoming + outgoing)
