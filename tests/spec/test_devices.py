@@ -61,10 +61,10 @@ def test_every_figure_has_a_source(identifier: str) -> None:
 
 
 def test_measured_fractions_are_those_of_the_cited_figure() -> None:
-    """Best measured product / peak, as rounded in the table; those of the H200 are the H100's."""
+    """Best measured product / peak, as rounded in the table; those of the H200 are the H100's. Estimates say so."""
     rows = csv.DictReader(files("planner.spec").joinpath("devices.csv").read_text(encoding="utf-8").splitlines())
     for row in rows:
-        if row["achievable_source"]:
+        if row["achievable_source"] and not row["achievable_source"].startswith("estimated: "):
             measured = float(row["achievable_source"].rpartition(":")[2].removesuffix("TFLOPS")) * 1e12
             assert measured / float(row["bf16_flops_per_second"]) == pytest.approx(
                 float(row["achievable_fraction"]), abs=1e-3
