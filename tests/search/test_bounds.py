@@ -6,10 +6,13 @@ from unittest import mock
 
 import pytest
 
+from planner.cost import layout_costs, workload
 from planner.errors import UnsupportedError
 from planner.schedule import ActionKind, build, in_flight_per_stage, names
-from planner.search.bounds import BOUNDED, warm_ups
+from planner.search.bounds import BOUNDED, Totals, any_order_bound, lower_bound, warm_ups
+from planner.search.segments import allowed_modes
 from planner.spec.layout import Layout
+from tests.builders import cluster, job, layer, profile
 
 
 def told(name: str, ranks: int, micro_batches: int) -> tuple[int, ...]:
@@ -38,3 +41,18 @@ def test_a_schedule_without_bounds_is_refused() -> None:
     """No bound is guessed."""
     with pytest.raises(UnsupportedError, match="no bound is known"):
         told("zb-h1", 2, 4)
+
+
+def test_layers_are_whole() -> None:
+    """(B5): three layers of 3 ms on two ranks: one of them has two, for each of four micro-batches."""
+    work = workload(profile(layer() * 3), cluster(2), job(4))
+    costs = layout_costs(work, Layout(pipeline_parallel_degree=2))
+    assert any_order_bound(costs, Totals.of(costs, allowed_modes(costs, ("none",)))) == 4 * 2 * 3_000_000
+
+
+def test_memory_makes_layers_recompute() -> None:
+    """(B6): four layers of 3 ms that keep 1000 bytes, or none and 1 ms more: of 2500 bytes, 1.5 layers recompute."""
+    work = workload(profile(layer(activation=1000, modes=("none", "full")) * 4), cluster(1, memory_bytes=2500), job(1))
+    costs = layout_costs(work, Layout())
+    totals = Totals.of(costs, allowed_modes(costs, ("per-layer",)))
+    assert lower_bound(costs, totals, warm_ups(costs)) == 4 * 3_000_000 + 1_500_000 - 1
