@@ -18,7 +18,7 @@ from planner.errors import DocumentError, UnsupportedError
 from planner.spec.profile import DataType, Measurement, ModelProfile, RecomputeMode
 from profiler.cut import Borders, CutLayer, LayerCut, Size, TensorChain
 from profiler.cut_whole import same_numbers
-from profiler.expert_parallel import experts_of
+from profiler.expert_parallel import common_experts, experts_of
 from profiler.layer_count import LayerRun, LayerTrace
 from profiler.models import ModelSource
 from profiler.parameters import hidden_matrices, shapes_of
@@ -266,6 +266,30 @@ def _check_sequence(source: ModelSource, tokens: int, degree: int) -> None:
         )
 
 
+def check_spread(source: ModelSource, tensor: int, expert: int = 1, *, sequence_parallel: bool = False) -> None:
+    """Refuse degrees that a mixture's experts cannot be spread over (`profiler.expert_parallel`).
+
+    Raises:
+        UnsupportedError: tensor-parallel ranks that do not share out the tokens.
+        DocumentError: the product of the degrees does not divide the experts.
+    """
+    experts = common_experts(source)
+    if tensor == 1 or not experts:
+        return
+    if not sequence_parallel:
+        raise UnsupportedError(
+            f"tensor-parallel ranks share out the experts of {source.name}, which takes sequence parallelism.",
+            field="tensor_parallel_degrees",
+            mend="count it with sequence parallelism (planner profile --device analytic:ID), or use degree 1.",
+        )
+    if experts % (tensor * expert):
+        raise DocumentError(
+            f"{tensor} tensor- times {expert} expert-parallel ranks cannot share {experts} experts.",
+            field="expert_parallel_degrees",
+            mend=f"use degrees whose product divides {experts}.",
+        )
+
+
 def check_context(source: ModelSource, sequence_length: int, degrees: tuple[int, ...]) -> None:
     """Refuse context-parallel degrees that the model or the sequence does not take.
 
@@ -302,9 +326,11 @@ def count(
 
     Raises:
         DocumentError: a size or degree that the model does not take.
+        UnsupportedError: the model cannot be split so.
     """
     check_request(source, sequence_length, (micro_batch_size,), (tensor_parallel_degree,), (expert_parallel_degree,))
     check_context(source, sequence_length, (context_parallel_degree,))
+    check_spread(source, tensor_parallel_degree, expert_parallel_degree, sequence_parallel=sequence_parallel)
     if sequence_parallel:
         _check_sequence(source, sequence_length // context_parallel_degree, tensor_parallel_degree)
     counter = Counter(source, dtype)
@@ -340,6 +366,7 @@ def profile(
     """
     check_request(source, sequence_length, micro_batch_sizes, tensor_parallel_degrees, expert_parallel_degrees)
     check_context(source, sequence_length, context_parallel_degrees)
+    check_spread(source, max(tensor_parallel_degrees), sequence_parallel=sequence_parallel)
     counter = Counter(source, dtype)
     found = splits(
         tensor_parallel_degrees,
@@ -347,6 +374,7 @@ def profile(
         with_sequence=sequence_parallel and source.can_split_sequences(),
         expert_degrees=expert_parallel_degrees,
         context_degrees=context_parallel_degrees,
+        experts=common_experts(source),
     )
     sizes = [(size, sequence_length, split) for split in found for size in micro_batch_sizes]
     kinds = list(counter.representatives)

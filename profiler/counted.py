@@ -60,6 +60,7 @@ def counted_profile(
         sequence_length=sequence_length,
         with_sequence=sequence_parallel and data.get("sequence_parallel", False),
         expert_degrees=experts,
+        experts=data.get("experts", 0),
     )
     sizes = [(size, sequence_length, split) for split in found for size in micro_batch_sizes]
     return ModelProfile(

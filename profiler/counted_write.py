@@ -12,6 +12,7 @@ import torch
 from planner.spec.profile import DataType, Measurement
 from profiler import catalogue
 from profiler.count import TORCH_TYPES, Counter
+from profiler.expert_parallel import common_experts
 from profiler.models import ModelSource, load_model
 from profiler.polynomials import Size, evaluate_layer, fit, fit_layer
 from profiler.quantities import LayerCount
@@ -95,8 +96,9 @@ def _windowed(
 def _further_splits(source: ModelSource) -> dict[str, Any]:
     """How the model can be split besides over tensor-parallel ranks, where it can."""
     shared = {"sequence_parallel": True} if source.can_split_sequences() else {}
-    degrees = source.expert_parallel_degrees()
-    return {**shared, **({"expert_parallel_degrees": degrees} if len(degrees) > 1 else {})}
+    degrees, experts = source.expert_parallel_degrees(), common_experts(source)
+    spread = {"experts": experts} if experts and len(source.tensor_parallel_degrees()) > 1 else {}
+    return {**shared, **({"expert_parallel_degrees": degrees} if len(degrees) > 1 else {}), **spread}
 
 
 def _splits(source: ModelSource) -> tuple[Split, ...]:
@@ -105,6 +107,7 @@ def _splits(source: ModelSource) -> tuple[Split, ...]:
         sequence_length=0,
         with_sequence=source.can_split_sequences(),
         expert_degrees=source.expert_parallel_degrees(),
+        experts=common_experts(source),
     )
 
 

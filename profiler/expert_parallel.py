@@ -11,6 +11,17 @@ rank's experts are sums over the tokens of the whole group.
 
 Which modules hold experts is known by what transformers' `use_experts_implementation` makes of them, and by their
 parameters, all of which have one row per expert.
+
+Beside tensor parallelism the experts of a rank are spread on over its tensor-parallel group, whole ones, as Megatron-LM
+does under --expert-tensor-parallel-size 1: of E experts on e x t ranks each holds E / (e t), those of the expert rank i
+and the tensor rank j being block i t + j. The tokens must be shared out over the tensor-parallel group (sequence
+parallelism), as Megatron-LM asks too:
+
+    gather     the group's tokens come to every one of its ranks, with their experts and weights, and each goes on with
+               the rows of its own experts: 1 / t of them under uniform routing, which travel as above
+    scatter    outputs, partial sums over the group, are summed and scattered
+
+The gradients of rows and weights take the same way back.
 """
 
 from __future__ import annotations
@@ -55,6 +66,39 @@ class Group(Protocol):
         """Rows that came, from the first rank to the last; differentiable."""
 
 
+class TensorRanks(Protocol):
+    """Tensor-parallel ranks that share out tokens, and the experts of one expert-parallel rank."""
+
+    @property
+    def rank(self) -> int:
+        """This one's number among them."""
+
+    @property
+    def ranks(self) -> int:
+        """How many they are."""
+
+    def gather(self, part: Tensor) -> Tensor:
+        """(tokens of the rank, ...) -> (tokens of the group, ...); gradients are summed and scattered."""
+
+    def scatter(self, whole: Tensor) -> Tensor:
+        """Partial sums (tokens of the group, ...) -> (tokens of the rank, ...); gradients are gathered."""
+
+    def places(self, mask: Tensor) -> Tensor:
+        """Of the rows that the mask (rows,) marks."""
+
+
+class Alone:
+    """A `Group` of one rank."""
+
+    def routes(self, experts: Tensor, count: int) -> Routes:
+        """See `Group`."""
+        return Routes(None, None, experts)
+
+    def exchange(self, rows: Tensor, sent: list[int] | None, received: list[int] | None) -> Tensor:
+        """See `Group`."""
+        return rows
+
+
 def experts_of(stage: nn.Module) -> dict[str, nn.Module]:
     """Modules that hold experts, by qualified name."""
     return {name: module for name, module in stage.named_modules() if _holds_experts(module)}
@@ -79,10 +123,13 @@ def degrees(source: ModelSource) -> tuple[int, ...]:
     """1, and those of `DEGREES` that divide the experts of every layer; only 1 where the model cannot be split so."""
     if refusal(source):
         return (1,)
-    common = 0
-    for module in experts_of(source.blueprint).values():
-        common = gcd(common, int(module.num_experts))  # type: ignore[arg-type]
+    common = common_experts(source)
     return (1, *(degree for degree in DEGREES if common % degree == 0))
+
+
+def common_experts(source: ModelSource) -> int:
+    """The largest number that divides the experts of every layer; 0 where there are none that are known here."""
+    return gcd(*(int(module.num_experts) for module in experts_of(source.blueprint).values()))  # type: ignore[arg-type]
 
 
 def local_share(parameter: Tensor, rank: int, ranks: int) -> Tensor:
@@ -92,32 +139,59 @@ def local_share(parameter: Tensor, rank: int, ranks: int) -> Tensor:
 
 
 def share_out(
-    experts: nn.Module, ranks: int, group: Group, parameters: Callable[[], Mapping[str, Tensor]] | None = None
+    experts: nn.Module,
+    ranks: int,
+    group: Group,
+    parameters: Callable[[], Mapping[str, Tensor]] | None = None,
+    tensors: TensorRanks | None = None,
 ) -> None:
     """Let a module of experts, which holds its share of them already, serve the rows of all ranks, in place.
 
     Args:
+        ranks: of the expert-parallel group.
         parameters: the share as plain tensors, where the module's parameters are none; None: they are.
+        tensors: None: the experts of an expert-parallel rank are not spread over several.
     """
     whole = int(experts.num_experts)  # type: ignore[arg-type]
-    experts.num_experts = whole // ranks  # type: ignore[assignment]
+    parts = 1 if tensors is None else tensors.ranks
+    held = whole // (ranks * parts)
+    experts.num_experts = held  # type: ignore[assignment]
     run = experts.forward
 
     def forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Tokens (tokens, features), numbers and weights of their experts (tokens, k) -> (tokens, features)."""
+        if tensors is not None:
+            hidden, index, weights = tensors.gather(hidden), tensors.gather(index), tensors.gather(weights)
         chosen, order = index.reshape(-1).sort(stable=True)
+        if tensors is not None:
+            chosen, order = _own(chosen, order, held, tensors)
         tokens = order // index.shape[-1]
-        routes = group.routes(chosen, whole)
+        routes = group.routes(chosen, whole // parts)
         rows = group.exchange(hidden[tokens], routes.sent, routes.received)
         with _in_place(experts, parameters):
             made = _run(run, rows, routes.experts)
         back = group.exchange(made, routes.received, routes.sent)
         weighted = back * weights.reshape(-1)[order].unsqueeze(-1)
+        if tensors is not None:
+            summed = weighted.new_zeros(hidden.shape).index_add(0, tokens, weighted)
+            return tensors.scatter(summed.to(hidden.dtype))
         by_token = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
         summed = weighted[by_token].view(*index.shape, hidden.shape[-1]).sum(1)
         return summed.to(hidden.dtype)
 
     experts.forward = forward
+
+
+def _own(experts: Tensor, order: Tensor, held: int, tensors: TensorRanks) -> tuple[Tensor, Tensor]:
+    """Of rows sorted by expert those of this tensor rank's experts, still sorted, and numbered among these alone.
+
+    Args:
+        held: experts of one rank.
+    """
+    blocks = experts // held
+    places = tensors.places(blocks % tensors.ranks == tensors.rank)
+    own, blocks = experts[places], blocks[places]
+    return blocks // tensors.ranks * held + own % held, order[places]
 
 
 def _run(run: Callable[..., Tensor], rows: Tensor, experts: Tensor) -> Tensor:

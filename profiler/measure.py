@@ -91,6 +91,7 @@ def profile(
     check_lengths(sequence_lengths)
     for length in sequence_lengths:
         count.check_request(source, length, sizes, shards)
+    count.check_spread(source, max(shards))
     if not time_budget_seconds > 0:
         raise SpecError(
             f"{time_budget_seconds} seconds are no time to measure in.",

@@ -13,7 +13,9 @@ what is sent from stage to stage. Derived from the tensor-parallel plan, whateve
 
 A hidden tensor is (batch, sequence, features), or (tokens, features) where a model has flattened it: it is always the
 dimension before the last that is split. Parameters outside of the regions see this rank's tokens only: their gradients
-are partial sums over the group. They must be vectors (norms): who mixes tokens there would be wrong without a word.
+are partial sums over the group. They must be vectors (norms), or stand beside a mixture's experts (routers), which send
+every token where it belongs by itself: who mixes tokens there would be wrong without a word. Experts gather the tokens
+and scatter their outputs themselves (`profiler.expert_parallel`).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from profiler import tensor_parallel
+from profiler.expert_parallel import experts_of
 from profiler.tensor_parallel import COLUMN_STYLES, ROW_STYLES
 from profiler.transformer_cut import TransformerChain, hidden_argument
 
@@ -56,7 +59,7 @@ class SequencePlan:
             styles: by qualified name (`profiler.tensor_parallel.split_modules`).
         """
         inside = {name: style for name, style in styles.items() if name.startswith(f"{blocks_name}.")}
-        owners = {name for name in _owners(stage) if name.startswith(f"{blocks_name}.")}
+        owners = {name for name in _owners(stage) if name.startswith(f"{blocks_name}.")} - set(experts_of(stage))
         rows = tuple(name for name, style in inside.items() if style in ROW_STYLES)
         parents = dict.fromkeys(name.rpartition(".")[0] for name in rows)
         regions = tuple(parent for parent in parents if all(name in inside for name in _below(parent, owners)))
@@ -92,7 +95,11 @@ def refusal(source: ModelSource) -> str:
         return "it is no chain of blocks that hand on one hidden tensor"
     blueprint = source.blueprint
     plan = SequencePlan.of(blueprint, chain.blocks_name, tensor_parallel.split_modules(blueprint, styles))
+    mixtures = {name.rpartition(".")[0] for name in experts_of(blueprint)}
+    beside = {name for name in mixtures if name.rpartition(".")[0] != chain.blocks_name}
     for name in plan.partial:
+        if any(_is_below(name, mixture) for mixture in beside):
+            continue
         if any(each.dim() > 1 for each in blueprint.get_submodule(name).parameters(recurse=False)):
             return f"its module {name!r} stands whole between the tensor-parallel regions and is no norm"
     return ""

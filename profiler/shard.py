@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from planner.errors import UnsupportedError
 from planner.spec.profile import CollectiveName
 from profiler import collectives, tensor_parallel
-from profiler.expert_parallel import Routes, experts_of, share_out
+from profiler.expert_parallel import Alone, Routes, experts_of, share_out
 from profiler.quantities import Exchange, GroupName
 from profiler.sequence_parallel import DIMENSION, SequencePlan, enter_regions, split_borders
 from profiler.splits import Split
@@ -88,8 +88,8 @@ def shard_layer(layer: nn.Module, source: ModelSource, index: int, split: Split)
         UnsupportedError: the layer cannot be split so.
     """
     exchanges = _share_tensors(layer, source, index, split)
-    if split.expert > 1:
-        _share_experts(layer, split.expert, exchanges)
+    if split.expert * split.tensor > 1:
+        _share_experts(layer, split, exchanges)
     if split.context > 1:
         # The first layer takes tokens, which every rank of a tensor-parallel group has.
         _share_context(layer, split.context, exchanges, parts=split.tensor if split.sequence and index > 0 else 1)
@@ -188,14 +188,45 @@ class _UniformGroup:
         return exchanged
 
 
-def _share_experts(layer: nn.Module, degree: int, exchanges: Exchanges) -> None:
+@dataclass(frozen=True, slots=True)
+class _UniformRanks:
+    """Tensor-parallel ranks likewise: each goes on with an equal number of rows."""
+
+    ranks: int
+    exchanges: Exchanges
+
+    @property
+    def rank(self) -> int:
+        """See `profiler.expert_parallel.TensorRanks`."""
+        return 0
+
+    def gather(self, part: Tensor) -> Tensor:
+        """See `profiler.expert_parallel.TensorRanks`."""
+        whole: Tensor = collectives.Enter.apply(part, self.ranks, 0)  # type: ignore[no-untyped-call]
+        self.exchanges.add_both("all_gather", "reduce_scatter", whole)
+        return whole
+
+    def scatter(self, whole: Tensor) -> Tensor:
+        """See `profiler.expert_parallel.TensorRanks`."""
+        self.exchanges.add_both("reduce_scatter", "all_gather", whole)
+        part: Tensor = collectives.Leave.apply(whole, self.ranks, 0)  # type: ignore[no-untyped-call]
+        return part
+
+    def places(self, mask: Tensor) -> Tensor:
+        """See `profiler.expert_parallel.TensorRanks`."""
+        return mask.new_empty(mask.shape[0] // self.ranks, dtype=torch.long)
+
+
+def _share_experts(layer: nn.Module, split: Split, exchanges: Exchanges) -> None:
     """Leave one rank's experts, and put the exchanges of rows before and behind them."""
+    group = _UniformGroup(exchanges) if split.expert > 1 else Alone()
+    tensors = _UniformRanks(split.tensor, exchanges) if split.tensor > 1 else None
     for module in experts_of(layer).values():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            share = _empty(parameter, (parameter.shape[0] // degree, *parameter.shape[1:]))
-            exchanges.local_expert_parameters += share.numel()
+            share = _empty(parameter, (parameter.shape[0] // (split.expert * split.tensor), *parameter.shape[1:]))
+            exchanges.local_expert_parameters += share.numel() if split.expert > 1 else 0
             module.register_parameter(name, share)
-        share_out(module, degree, _UniformGroup(exchanges))
+        share_out(module, split.expert, group, tensors=tensors)
 
 
 def _share_sequence(

@@ -39,6 +39,7 @@ def splits(
     with_sequence: bool = False,
     expert_degrees: Iterable[int] = (1,),
     context_degrees: Iterable[int] = (1,),
+    experts: int = 0,
 ) -> tuple[Split, ...]:
     """Every mix of these degrees; context parallelism with tensor parallelism only.
 
@@ -47,12 +48,16 @@ def splits(
             context-parallel rank's piece of it, which are all for 0.
         with_sequence: each tensor-parallel degree also with sequence parallelism.
         context_degrees: those that divide the sequence are taken.
+        experts: of every layer of a mixture, which tensor-parallel ranks share out too: then with sequence parallelism
+            only, where tensor times expert degree divides them; 0: none.
     """
     tensor_degrees, expert_degrees = tuple(tensor_degrees), tuple(expert_degrees)
     plain = [Split(tensor, expert=expert) for expert in expert_degrees for tensor in tensor_degrees]
     pieces = [context for context in context_degrees if context > 1 and sequence_length % context == 0]
     plain += [Split(tensor, context=context) for context in pieces for tensor in tensor_degrees]
-    if not with_sequence:
-        return tuple(plain)
-    shared = [replace(each, sequence=True) for each in plain if each.tensor > 1]
-    return (*plain, *(each for each in shared if sequence_length % each.sequence_parts == 0))
+    shared = [replace(each, sequence=True) for each in plain if each.tensor > 1] if with_sequence else []
+    fitting = [each for each in shared if sequence_length % each.sequence_parts == 0]
+    if not experts:
+        return (*plain, *fitting)
+    whole = (each for each in plain if each.tensor == 1)
+    return (*whole, *(each for each in fitting if experts % (each.tensor * each.expert) == 0))

@@ -1,7 +1,9 @@
 """Which modules tensor parallelism splits, how, and by which degrees.
 
 The plan is transformers' own (`base_model_tp_plan` of the configuration, `_tp_plan` of the model); OPT, for which
-transformers has none, gets the same column and row pattern (Shoeybi et al. 2019, "Megatron-LM", section 3).
+transformers has none, gets the same column and row pattern (Shoeybi et al. 2019, "Megatron-LM", section 3). Of a
+mixture's experts the ranks hold whole ones, an equal number each (`profiler.expert_parallel`), where transformers' plan
+splits every one of them.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+
+from profiler.expert_parallel import common_experts, experts_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -73,13 +77,18 @@ def plan_of(model: Any) -> dict[str, str]:
     if model.config.model_type == "opt":
         return {f"{prefix}decoder.layers.*.{name}": style for name, style in OPT_BLOCK_PLAN.items()}
     told = getattr(model.config, "base_model_tp_plan", None) or {}
-    styles = {f"{prefix}{name}": style for name, style in told.items()}
+    spread = {pattern_of(name) for name in experts_of(model)}
+    styles = {f"{prefix}{name}": style for name, style in told.items() if not _is_within(f"{prefix}{name}", spread)}
     if not styles or not set(styles.values()) <= KNOWN_STYLES:
         return {}
     tied = {pattern_of(name) for name in _tied_modules(model)}
     head = {name: style for name, style in (type(model)._tp_plan or {}).items() if style in KNOWN_STYLES}
     # Splitting one of two modules that share a parameter would tear them apart: both stay whole.
     return {name: style for name, style in (styles | head).items() if name not in tied}
+
+
+def _is_within(name: str, modules: set[str]) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
 def _tied_modules(model: nn.Module) -> set[str]:
@@ -119,7 +128,8 @@ def _set_local_heads(module: Any, arguments: Any) -> None:
 
 
 def degrees(source: ModelSource) -> tuple[int, ...]:
-    """Degrees that divide what the plan splits: query heads, key-value heads, and every split width."""
+    """Degrees that divide what the plan splits: query heads, key-value heads, every split width, and experts, whose
+    model must be one that can be sequence-parallel."""
     styles = plan(source)
     if not styles:
         return (1,)
@@ -133,4 +143,9 @@ def degrees(source: ModelSource) -> tuple[int, ...]:
             common = gcd(common, module.out_features)  # type: ignore[arg-type]
         elif style in ROW_STYLES:
             common = gcd(common, module.in_features)  # type: ignore[arg-type]
+    experts = common_experts(source)
+    if experts:
+        from profiler.sequence_parallel import refusal
+
+        common = 1 if refusal(source) else gcd(common, experts)
     return tuple(degree for degree in range(1, common + 1) if common % degree == 0)

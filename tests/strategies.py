@@ -90,7 +90,7 @@ def models(draw: st.DrawFn, most_layers: int = 8) -> ModelProfile:
     )
     told_for = draw(st.sampled_from((0, 0, 7, 4096)))
     longer = tuple(edge.model_copy(update={"sequence_length": told_for}) for edge in found.edges)
-    split = draw(st.sampled_from((None, None, "sequence", "context", "expert", "sequence and context")))
+    split = draw(st.sampled_from((None, None, *SPLITS)))
     told = tuple(map(with_operations, found.layers)) if split == "context" else found.layers
     more = tuple(also_split(layer, split) for layer in told) if split else told
     return found.model_copy(update={"edges": longer, "layers": more})
@@ -110,6 +110,10 @@ def with_operations(layer: LayerProfile) -> LayerProfile:
     return layer.model_copy(update={"measurements": rows})
 
 
+SPLITS = ("sequence", "context", "expert", "sequence and context", "sequence and expert")
+"""What `also_split` knows."""
+
+
 def also_split(layer: LayerProfile, how: str) -> LayerProfile:
     """The layer with rows of ranks that split it otherwise besides: faster, leaner, and with an exchange."""
     return layer.model_copy(update={"measurements": (*layer.measurements, *_split_rows(layer, how))})
@@ -125,16 +129,18 @@ def _split_rows(layer: LayerProfile, how: str) -> Iterator[Measurement]:
         if (row.tensor_parallel_degree > 1) != how.startswith("sequence"):
             continue
         shared = {"sequence_parallel": True}
+        experts = {
+            "expert_parallel_degree": 2,
+            "local_parameters": layer.parameters - layer.parameters // 4,
+            "local_expert_parameters": layer.parameters // 4,
+        }
         pieces = {"context_parallel_degree": 2, "forward_seconds": 0.5 * (row.forward_seconds or 0.0)}
         every: dict[str, dict[str, Any]] = {
             "sequence": shared,
             "context": pieces,
             "sequence and context": shared | pieces,
-            "expert": {
-                "expert_parallel_degree": 2,
-                "local_parameters": layer.parameters - layer.parameters // 4,
-                "local_expert_parameters": layer.parameters // 4,
-            },
+            "expert": experts,
+            "sequence and expert": shared | experts,
         }
         leaner = {"activation_bytes": row.activation_bytes // 2, "collectives": (*row.collectives, *exchanges)}
         yield row.model_copy(update=every[how] | leaner)

@@ -146,7 +146,7 @@ def build_rank(
         for stage, layers in zip(plan.stages, stage_ranges(plan, cut), strict=True)
         if stage.pipeline_rank == mesh.pipeline
     }
-    check_experts(source, mesh.grid.expert)
+    check_experts(source, mesh.grid.expert, mesh.grid.tensor, sequence_parallel=plan.layout.sequence_parallel)
     stages = {index: _fill_stage(source, layers, fill, device, seed, mesh) for index, layers in mine.items()}
     if pieces.is_split:
         for stage in stages.values():
@@ -208,7 +208,7 @@ def _fill_stage(
         lambda model: source.cut().stage(model, layers.start, layers.stop, recompute=layers.recompute),
         device=device,
         seed=seed,
-        narrow=keep_all if mesh.expert_mesh is None else partial(keep_share, source, mesh.expert_mesh),
+        narrow=keep_all if mesh.expert_spread is None else partial(keep_share, source, mesh.expert_spread),
     )
 
 
@@ -240,8 +240,7 @@ def _shard(
             read_once(stage, source, styles, mesh.tensor_mesh)
         else:
             share_sequence(stage, source, range(layers.start, layers.stop), sequence, mesh.tensor_mesh)
-        if mesh.expert_mesh is not None:
-            share_experts(stage, source, mesh.expert_mesh)
+        share_experts(stage, source, mesh)
     return tuple(partial)
 
 

@@ -90,8 +90,8 @@ def total_norm(
         if mesh.experts is not None:
             dist.all_reduce(squares[2:], group=mesh.expert_shard_group)
     dist.all_reduce(squares[:1], group=mesh.tensor_group)
-    if mesh.expert_mesh is not None:
-        dist.all_reduce(squares[2:], group=mesh.expert_mesh.get_group())
+    if mesh.expert_spread is not None:
+        dist.all_reduce(squares[2:], group=mesh.expert_spread.get_group())
     dist.all_reduce(squares, group=mesh.pipeline_group)
     return float(squares.sum().sqrt())
 

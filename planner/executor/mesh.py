@@ -50,15 +50,19 @@ class Mesh:
     """Data and context axis as ``edp``, ranks that hold the same experts, times ``ep``, ranks that share them out."""
     hybrid: Hybrid | None = None
     """None: all data- and context-parallel ranks share out ZeRO's states."""
+    expert_spread: DeviceMesh | None = None
+    """One-dimensional mesh of the ranks that hold other experts, expert- times tensor-parallel ones; None: all hold
+    all."""
 
     @property
     def expert_mesh(self) -> DeviceMesh | None:
-        """One-dimensional mesh of the ranks that share out the experts; None: all ranks hold all."""
+        """One-dimensional mesh of the expert-parallel ranks, which send each other rows; None: there is one."""
         return None if self.experts is None else self.experts["ep"]
 
     def holds_experts(self, tensor: torch.Tensor) -> bool:
-        """Is the tensor shared out with the experts?"""
-        return isinstance(tensor, DTensor) and tensor.device_mesh == self.expert_mesh
+        """Is the tensor shared out over an expert-parallel group?"""
+        has_groups = self.experts is not None
+        return has_groups and isinstance(tensor, DTensor) and tensor.device_mesh == self.expert_spread
 
     @property
     def pipeline_group(self) -> dist.ProcessGroup:
@@ -112,7 +116,8 @@ def build_mesh(grid: Grid, device_type: str) -> Mesh:
     pipeline, data, context, tensor = device_mesh.get_coordinate() or (0, 0, 0, 0)
     experts = _expert_mesh(grid, ranks, device_type)
     hybrid = _hybrid_mesh(grid, ranks, device_type)
-    return Mesh(device_mesh, dist.get_rank(), pipeline, data, context, tensor, summed, grid, experts, hybrid)
+    spread = _expert_spread(grid, experts, device_mesh)
+    return Mesh(device_mesh, dist.get_rank(), pipeline, data, context, tensor, summed, grid, experts, hybrid, spread)
 
 
 def _expert_mesh(grid: Grid, ranks: torch.Tensor, device_type: str) -> DeviceMesh | None:
@@ -120,6 +125,12 @@ def _expert_mesh(grid: Grid, ranks: torch.Tensor, device_type: str) -> DeviceMes
         return None
     names = ("pp", "edp", "ep", "tp")
     return DeviceMesh(device_type, ranks.reshape(grid.pipeline, -1, grid.expert, grid.tensor), mesh_dim_names=names)
+
+
+def _expert_spread(grid: Grid, experts: DeviceMesh | None, whole: DeviceMesh) -> DeviceMesh | None:
+    if experts is None:
+        return whole["tp"] if grid.tensor > 1 else None
+    return experts["ep", "tp"]._flatten("ep_tp") if grid.tensor > 1 else experts["ep"]
 
 
 def _hybrid_mesh(grid: Grid, ranks: torch.Tensor, device_type: str) -> Hybrid | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from planner.errors import UnsupportedError
@@ -51,7 +52,7 @@ def make_optimizer(
 
     Adam runs fused: it reads and writes every state once and holds no temporary copy, where torch's default on CUDA
     makes one of all parameters; Adafactor goes parameter by parameter for the same reason. Plain tensors and DTensors
-    stand in groups of their own: one call does not take both.
+    of every mesh stand in groups of their own: one call does not take both.
 
     Muon takes the matrices, AdamW the rest, both with one learning rate: Muon's updates are scaled to the size of
     AdamW's (Liu et al. 2025, "Muon is Scalable for LLM Training", equation (4)).
@@ -69,8 +70,10 @@ def make_optimizer(
         rest = [parameter for parameter in parameters if id(parameter) not in chosen]
         made = [torch.optim.Muon(muon, lr=learning_rate, adjust_lr_fn="match_rms_adamw")] if muon else []
         return Together([*made, *([make_optimizer("adamw", rest, learning_rate)] if rest else [])])
-    kinds = [[p for p in parameters if isinstance(p, DTensor) is sharded] for sharded in (False, True)]
-    groups = [{"params": kind} for kind in kinds if kind]
+    kinds: dict[DeviceMesh | None, list[torch.Tensor]] = {None: []}
+    for each in parameters:
+        kinds.setdefault(each.device_mesh if isinstance(each, DTensor) else None, []).append(each)
+    groups = [{"params": kind} for kind in kinds.values() if kind]
     if name in ("sgd", "momentum"):
         return torch.optim.SGD(groups, lr=learning_rate, momentum=MOMENTUM if name == "momentum" else 0.0)
     fused = not any(parameter.is_meta for parameter in parameters)  # torch fuses only what has storage

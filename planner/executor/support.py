@@ -77,8 +77,6 @@ def check_plan(plan: Plan) -> Grid:
 def _choices(plan: Plan) -> Iterator[tuple[str, object, tuple[object, ...]]]:
     """Field, value and what this executor knows of it."""
     layout = plan.layout
-    if layout.expert_parallel_degree > 1:
-        yield "layout.tensor_parallel_degree", layout.tensor_parallel_degree, (1,)
     if plan.request.job.optimizer in WHOLE_PARAMETERS:  # a rank would have to see whole matrices
         yield "layout.tensor_parallel_degree", layout.tensor_parallel_degree, (1,)
         yield "layout.zero_stage", layout.zero_stage, (0,)
@@ -299,6 +297,12 @@ def _check_experts(plan: Plan) -> None:
     layout = plan.layout
     layout.check_shards()
     replicas, degree = layout.data_parallel_degree * layout.context_parallel_degree, layout.expert_parallel_degree
+    if degree > 1 and layout.tensor_parallel_degree > 1 and not layout.sequence_parallel:
+        raise UnsupportedError(
+            "beside experts the tensor-parallel ranks share out the tokens, which is sequence parallelism.",
+            field="layout.sequence_parallel",
+            mend="write true, or a tensor_parallel_degree of 1.",
+        )
     if replicas % degree:
         raise LayoutError(
             f"expert_parallel_degree({degree}) does not divide data_parallel_degree({layout.data_parallel_degree}) * "

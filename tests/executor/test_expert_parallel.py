@@ -80,6 +80,19 @@ def test_every_rank_holds_its_share_alone(tmp_path: Path) -> None:
     assert held[0] - held[1] == experts // 2
 
 
+def test_tensor_ranks_hold_whole_experts_of_a_share(tmp_path: Path) -> None:
+    """Of two tensor-parallel ranks on each of two expert-parallel ones, each holds a quarter of the experts."""
+    source = source_of("mixtral", tmp_path)
+    names = [layer.name for layer in source.cut().layers]
+    shared = {"tensor": 2, "sequence_parallel": True}
+    held = [
+        dry_run(make_plan(names, data=2, expert=degree, **shared), source).ranks[0].built.parameters  # type: ignore[arg-type]
+        for degree in (1, 2)
+    ]
+    experts = sum(each.numel() for module in experts_of(source.blueprint).values() for each in module.parameters())
+    assert held[0] - held[1] == experts // 2 - experts // 4
+
+
 def test_whole_experts_stand_one_block_at_a_time(tmp_path: Path) -> None:
     """A block lets go of the other ranks' experts before the next one is allocated."""
     source = source_of("mixtral", tmp_path)
@@ -108,3 +121,13 @@ def test_models_that_cannot_share_are_refused(model: str, degree: int, error: ty
     check(1)
     with pytest.raises(error):
         check(degree)
+
+
+def test_tensor_ranks_share_out_tokens_beside_experts(tmp_path: Path) -> None:
+    """Without sequence parallelism there is nothing to gather; four experts are too few for eight ranks."""
+    check = partial(check_experts, source_of("mixtral", tmp_path))
+    check(2, 2, sequence_parallel=True)
+    with pytest.raises(UnsupportedError, match="tensor-parallel ranks share out"):
+        check(1, 2)
+    with pytest.raises(LayoutError, match=r"expert_parallel_degree\(2\) \* tensor_parallel_degree\(4\) = 8 ranks"):
+        check(2, 4, sequence_parallel=True)

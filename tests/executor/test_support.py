@@ -61,7 +61,7 @@ def test_the_placement_must_be_of_the_layouts_order(changes: dict[str, Any], tol
     ("change", "options"),
     [
         ({"layout__zero_stage": 1}, {"data": 2, "optimizer": "adafactor"}),
-        ({"layout__tensor_parallel_degree": 2}, {"data": 2, "expert": 2}),
+        ({}, {"data": 2, "expert": 2, "tensor": 2}),
         ({"request__job__optimizer": "muon"}, {"data": 2, "expert": 2}),
     ],
 )

@@ -29,6 +29,7 @@ from profiler.models import load_model
         ("gemma-3-1b", 2048, "fp32", (1,)),
         ("gpt-oss-20b", 160, "bf16", (1,)),
         ("deepseek-v3", 40, "bf16", (1,)),
+        ("mixtral-8x7b", 40, "bf16", (4,)),
         ("gpt-oss-20b", 40, "bf16", (1,)),
         ("t5-small", 40, "bf16", (1,)),
         ("unet-5-64", 0, "fp32", (1,)),

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from planner.errors import DocumentError
+from planner.errors import DocumentError, UnsupportedError
 from planner.executor.expert_parallel import keep_share, share_experts
-from profiler.count import Counter, count
+from planner.executor.mesh import build_mesh
+from planner.executor.support import Grid
+from profiler.count import Counter, count, profile
 from profiler.counted import counted_profile
 from profiler.expert_parallel import experts_of, refusal
 from profiler.models import ModelSource, load_model
@@ -62,9 +63,10 @@ def test_share_is_what_the_executor_holds(source: ModelSource):
     """Counted elements of a block are those of a block that the executor has shared out."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = build_mesh(Grid(1, 2, 1, 1, ((((0,),), ((1,),)),), expert=2), "cpu")
         block = source.cut().stage(source.build(), 1, 2)
-        keep_share(source, mesh, "model.layers.0", block.get_submodule("model.layers.0"))
+        assert mesh.expert_spread is not None
+        keep_share(source, mesh.expert_spread, "model.layers.0", block.get_submodule("model.layers.0"))
         share_experts(block, source, mesh)
         held = sum(
             (each.to_local() if hasattr(each, "to_local") else each).numel()
@@ -81,6 +83,47 @@ def test_what_is_kept_is_what_a_split_block_keeps(source: ModelSource, degree: i
     whole, part = _counted(source, 1)[BLOCK], _counted(source, degree)[BLOCK]
     row = B * S * CHOSEN
     assert 0 <= part.activation_bytes - whole.activation_bytes < 8 * 8 * row
+
+
+def test_tensor_ranks_go_on_with_the_rows_of_their_experts(source: ModelSource):
+    """Both ranks see all of the group's tokens, gathered with their choice of experts; each sends half of the rows, and
+    holds half of the experts' elements."""
+    sizes = {"micro_batch_size": B, "sequence_length": S, "tensor_parallel_degree": 2, "sequence_parallel": True}
+    whole, part = (one[BLOCK] for one in (_counted(source, 2), count(source, expert_parallel_degree=2, **sizes)))
+    assert part.local_expert_parameters == whole.local_expert_parameters // 2
+    assert count(source, **sizes)[BLOCK].local_expert_parameters == 0
+    sent = [[each.bytes for each in row.collectives if each.group == "expert"] for row in (whole, part)]
+    assert sent == [[size, size] for size in (B * S * CHOSEN * WIDTH * 4, B * S * CHOSEN * WIDTH * 2)]
+    hidden, choice = B * S * WIDTH * 4, B * S * CHOSEN
+    gathered = {(each.phase, each.bytes, each.count) for each in part.collectives if each.operation == "all_gather"}
+    assert gathered == {
+        ("forward", hidden, 2),  # into attention, and to the experts
+        ("forward", 8 * choice, 1),
+        ("forward", 4 * choice, 1),
+        ("backward", hidden, 2),
+    }
+
+
+def test_tensor_ranks_need_shared_tokens(source: ModelSource):
+    """A profile of a mixture has no tensor-parallel rows but with sequence parallelism, where experts divide."""
+    degrees = {"tensor_parallel_degrees": (1, 2), "expert_parallel_degrees": (1, 2, 4), "micro_batch_sizes": (1,)}
+    found = profile(source, sequence_length=S, sequence_parallel=True, **degrees)
+    splits = {
+        (row.tensor_parallel_degree, row.expert_parallel_degree, row.sequence_parallel)
+        for row in found.layers[1].measurements
+    }
+    assert splits == {(1, 1, False), (1, 2, False), (1, 4, False), (2, 1, True), (2, 2, True)}
+    with pytest.raises(UnsupportedError, match="takes sequence parallelism"):
+        profile(source, sequence_length=S, **degrees)
+    with pytest.raises(DocumentError, match="cannot share 4 experts"):
+        count(
+            source,
+            micro_batch_size=1,
+            sequence_length=S,
+            tensor_parallel_degree=2,
+            sequence_parallel=True,
+            expert_parallel_degree=4,
+        )
 
 
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "gpt2"])

@@ -149,10 +149,12 @@ def test_norms_of_single_heads_sum_their_gradients(write_config):
         ("llama", {"num_key_value_heads": 4, "vocab_size": 98, "tie_word_embeddings": True}, (1, 2, 4)),
         ("opt", {}, (1, 2, 4)),
         ("gpt2", {}, (1,)),
+        ("llama", {"num_key_value_heads": 4, "model_type": "mixtral", "num_local_experts": 6}, (1, 2)),
+        ("llama", {"num_key_value_heads": 4, "model_type": "mixtral", "num_local_experts": 8}, (1, 2, 4)),
     ],
 )
 def test_degrees_divide_all_that_is_split(family: str, changes: dict, expected: tuple[int, ...], write_config):
-    """Heads, key-value heads, widths and a split vocabulary limit the degree; a model without a plan has degree 1."""
+    """Heads, key-value heads, widths, experts and a split vocabulary limit the degree; without a plan it is 1."""
     assert load_model(write_config(family, **changes)).tensor_parallel_degrees() == expected
 
 
@@ -163,8 +165,8 @@ def test_tied_head_stays_whole(write_config):
 
 
 def test_plan_with_unknown_styles_is_not_used(write_config):
-    """A mixture of experts has styles that are not known here: half of its plan would be wrong."""
-    source = load_model(write_config("llama", model_type="mixtral", num_local_experts=2, num_experts_per_tok=1))
+    """OLMoE norms all heads as one, by a style that is not known here: half of its plan would be wrong."""
+    source = load_model(write_config("llama", model_type="olmoe", num_experts=2, num_experts_per_tok=1))
     assert tensor_parallel.plan(source) == {}
     assert source.tensor_parallel_degrees() == (1,)
 

@@ -130,6 +130,20 @@ def sharded(folder: Path) -> dict[str, Any]:
     }
 
 
+def experts(folder: Path) -> dict[str, Any]:
+    """6 steps of a mixture on replicas; 2 with its experts spread over tensor-parallel ranks too, 2 likewise in ZeRO 3,
+    2 on other expert-parallel ranks."""
+    runs = Runs("mixtral", folder)
+    replicas: dict[str, Any] = {"sizes": (6,), "data": 4, "micro_batches": 1}
+    spread = {**replicas, "data": 2, "tensor": 2, "sequence_parallel": True, "expert": 2, "micro_batches": 2}
+    straight, _ = runs.train(replicas, 6)
+    losses: list[float] = []
+    for steps, layout in {2: spread, 4: {**spread, "zero": 3}, 6: {**replicas, "expert": 4}}.items():
+        measured, _ = runs.train(layout, steps, runs.policy("kept", resume=bool(losses)))
+        losses += measured.losses
+    return {"straight": straight.losses, "losses": losses}
+
+
 def _refusals(runs: Runs, folder: Path) -> dict[str, str]:
     layout = LAYOUTS["dp4"]
     policy = runs.policy("moved", resume=True)
@@ -189,6 +203,7 @@ def main() -> int:
     results = {
         "other_layouts": other_layouts(output.parent / "layouts"),
         "sharded": sharded(output.parent / "sharded"),
+        "experts": experts(output.parent / "experts"),
         "scaled_losses": scaled_losses(output.parent / "scaled"),
     }
     if dist.get_rank() == 0:

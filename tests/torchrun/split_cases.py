@@ -54,6 +54,26 @@ EXPERTS_ON_FOUR_RANKS = {
         "qwen3-moe", (3, 3), {**STEEP, "data": 2, "expert": 2, "schedule": "zb-h1", "micro_batches": 3}, **FAST
     ),
 }
+EXPERTS_ON_TWO_RANKS |= {
+    "gradients-moe-tp2-sp": Case("mixtral", (6,), {**SHARED, **SGD, "micro_batch_size": 2}, clip=0.5, **ONE_STEP),
+}
+EXPERTS_ON_FOUR_RANKS |= {
+    "gradients-tp2-sp-ep2": Case(
+        "mixtral", (6,), {**SHARED, **SGD, "data": 2, "expert": 2, "micro_batches": 2}, clip=0.5, **ONE_STEP
+    ),
+    "tp2-sp-ep2-zero3": Case(
+        "qwen3-moe",
+        (6,),
+        {**SHARED, "data": 2, "expert": 2, "zero": 3, "micro_batches": 2, "recompute": {1: "full", 3: "selective"}},
+        clip=0.5,
+        **SHORT,
+    ),
+    "tp2-sp-cp2-ep2": Case(
+        "qwen3-moe", (6,), {**SHARED, **STEEP, "context": 2, "expert": 2, "micro_batches": 2}, **FAST
+    ),
+    "moe-tp2-sp-pp2": Case("mixtral", (3, 3), {**SHARED, **STEEP, "micro_batches": 2}, **FAST),
+}
+"""Experts are spread over the tensor ranks too."""
 TWO_RANKS |= EXPERTS_ON_TWO_RANKS
 FOUR_RANKS |= PIECES_ON_FOUR_RANKS | EXPERTS_ON_FOUR_RANKS
 CASES = {2: TWO_RANKS, 4: FOUR_RANKS}

@@ -55,6 +55,12 @@ def test_another_layout_goes_on_with_the_losses(results: dict[str, Any]) -> None
     assert runs["straight"][0] - wanted[-1] > 1000 * TOLERANCE, "it does train"
 
 
+def test_experts_move_between_layouts(results: dict[str, Any]) -> None:
+    """Spread over expert- and tensor-parallel ranks, in parts by ZeRO, and back over expert-parallel ones alone."""
+    runs = results["experts"]
+    assert runs["losses"] == pytest.approx(runs["straight"], abs=TOLERANCE)
+
+
 def test_shards_of_replicas_move_between_layouts(results: dict[str, Any]) -> None:
     """Hybrid ZeRO 3, ZeRO 1 in stages with uneven shares, ZeRO 3 beside shards, hybrid ZeRO 1: one training."""
     runs = results["sharded"]

@@ -176,6 +176,20 @@ CASES = {
             "data_parallel_seconds": LAYERS * (moved(ELEMENTS - EXPERTS, 4, times=2) + moved(EXPERTS, 2, times=2)),
         },
     ),
+    "expert parallel beside tensor parallel": Case(
+        {
+            "data_parallel_degree": 2,
+            "tensor_parallel_degree": 2,
+            "expert_parallel_degree": 2,
+            "sequence_parallel": True,
+        },
+        exchange("expert", "all_to_all", "all_to_all") | {"local_expert_parameters": ELEMENTS // 2 * 3 // 4},
+        seconds={
+            "tensor_parallel_seconds": PER_MICRO_BATCH * 2 * BYTES / 2 / LINK,
+            "data_parallel_seconds": LAYERS * moved(ELEMENTS / 2 / 4, 2, times=2),
+        },
+        bytes={"parameters_bytes": 2 * LAYERS * ELEMENTS // 2},
+    ),
     "expert parallel with ZeRO": Case(
         {"data_parallel_degree": 4, "expert_parallel_degree": 2, "zero_stage": 3},
         {"local_expert_parameters": EXPERTS},
