@@ -284,12 +284,6 @@ def _check_pieces(plan: Plan) -> None:
             field=field,
             mend="choose numbers whose product divides the job's sequence_length.",
         )
-    if layout.sequence_parallel and chunks > 1:
-        raise UnsupportedError(
-            "the executor does not share the tokens of a chunk of a sequence out over a tensor-parallel group.",
-            field=field,
-            mend="use sequence_parallel false, or sequence_chunks 1.",
-        )
 
 
 def _check_experts(plan: Plan) -> None:

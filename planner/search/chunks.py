@@ -1,7 +1,8 @@
 """Sequence chunks that the search chooses from, and where.
 
-(D13) Q = 2, 4 or 8 equal chunks, which divide the sequence of a context-parallel rank; under schedules made for them,
-      with ZeRO 0 or 1 (the others exchange for every chunk), without sequence parallelism, on devices that are alike
+(D13) Q = 2, 4 or 8 equal chunks, which divide the sequence of a context-parallel rank, or a tensor-parallel rank's
+      part of it under sequence parallelism; under schedules made for them, with ZeRO 0 or 1 (the others exchange for
+      every chunk), on devices that are alike
           - where the profile has rows of split sequences (`context_parallel_degree` above 1), which are counted only of
             models whose sequences can be cut at all; or where the job asks for chunks, or a schedule of theirs
           - and where (Q3) prices them: the device has a peak, attention is among the operations, and no row that
@@ -37,12 +38,13 @@ def chunks_of(
         asked: the job's constraints.
         schedules: that they permit.
     """
-    _, _, context, _, sequence_parallel = split
+    _, tensor, context, _, sequence_parallel = split
+    ranks = context * (tensor if sequence_parallel else 1)
     wish, length = asked.get("sequence_chunks"), work.job.sequence_length
     is_asked = wish is not None or ("schedule" in asked and any(name in CHUNKED for name in schedules))
-    if sequence_parallel or work.groups or not length or not (is_asked or _can_be_cut(work)):
+    if work.groups or not length or not (is_asked or _can_be_cut(work)):
         return ()
-    fitting = tuple(count for count in CHUNKS if length % (count * context) == 0 and allows(wish, count))
+    fitting = tuple(count for count in CHUNKS if length % (count * ranks) == 0 and allows(wish, count))
     return fitting if fitting and _is_priced(work, work.sizes[split]) else ()
 
 

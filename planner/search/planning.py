@@ -276,11 +276,13 @@ def _check_sequence_chunks(layout: Layout, job: Job) -> None:
             field="layout.sequence_chunks",
             mend="give 1, or a schedule of sequence chunks, such as seqpipe.",
         )
-    if given > 1 and (job.sequence_length < given or job.sequence_length % given):
+    ranks = layout.context_parallel_degree * (layout.tensor_parallel_degree if layout.sequence_parallel else 1)
+    if given > 1 and (job.sequence_length == 0 or job.sequence_length % (given * ranks)):
+        shared = f", of which each of {ranks} ranks has an equal part" if ranks > 1 else ""
         raise LayoutError(
-            f"a sequence of {job.sequence_length} tokens does not divide into {given} equal chunks.",
+            f"a sequence of {job.sequence_length} tokens does not divide into {given} equal chunks{shared}.",
             field="layout.sequence_chunks",
-            mend="give a number that divides the job's sequence_length.",
+            mend="give a number that divides the tokens of a rank.",
         )
 
 

@@ -99,8 +99,11 @@ def _check_schedule(layout: Layout, job: Job, findings: Findings) -> None:
     if each < rules.least_stages or (rules.most_stages is not None and each > rules.most_stages):
         message = f"{layout.schedule} does not put {each} stages on a rank."
         findings.wrong("layout.virtual_stages_per_rank", message)
-    if chunks > 1 and (not rules.cuts_sequence or job.sequence_length % chunks or job.sequence_length < chunks):
-        message = f"{layout.schedule} does not cut {job.sequence_length} tokens into {chunks} equal chunks."
+    sharing = layout.tensor_parallel_degree if layout.sequence_parallel else 1
+    pieces = chunks * layout.context_parallel_degree * sharing
+    if chunks > 1 and (not rules.cuts_sequence or job.sequence_length % pieces or job.sequence_length < pieces):
+        message = f"{layout.schedule} does not cut {job.sequence_length} tokens into {chunks} equal chunks"
+        message += f", shared by {pieces // chunks} ranks." if pieces > chunks else "."
         findings.wrong("layout.sequence_chunks", message)
 
 

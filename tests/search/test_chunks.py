@@ -52,10 +52,32 @@ def test_profiles_of_split_sequences_show_that_they_can_be_cut() -> None:
 
 @pytest.mark.parametrize("wish", [{"sequence_chunks": 4}, {"schedule": "seqpipe", "sequence_chunks": (1, 4)}])
 def test_a_job_may_ask_for_chunks(wish: dict[str, Any]) -> None:
-    """(D13): it vouches for the model; the tokens of a piece are never shared out over tensor-parallel ranks."""
+    """(D13): it vouches for the model; the tokens of a chunk are shared out over tensor-parallel ranks, too."""
     found = cut(model_of(split="sequence"), **wish)
     assert {one.sequence_chunks for one in found} == {4}
-    assert not any(one.sequence_parallel for one in found)
+    assert {one.sequence_parallel for one in found} == {False, True}
+
+
+@pytest.mark.parametrize(("split", "chunks"), [("sequence", {2, 4}), ("sequence and context", {2})])
+def test_chunks_divide_the_tokens_of_a_rank(split: str, chunks: set[int]) -> None:
+    """(D13): eight tokens on two tensor-parallel ranks make four chunks at most; on two context-parallel ones, two."""
+    model = at_length(model_of(split=split), 8)
+    work = workload(model, cluster(8), job(8, sequence_chunks=(1, 2, 4, 8)).model_copy(update={"sequence_length": 8}))
+    shared = [one for one in layouts(work) if one.sequence_parallel and one.sequence_chunks > 1]
+    assert {one.sequence_chunks for one in shared} == chunks
+
+
+def at_length(model: ModelProfile, tokens: int) -> ModelProfile:
+    """The model with rows that say that they were measured at so many tokens."""
+    layers = tuple(
+        one.model_copy(
+            update={
+                "measurements": tuple(row.model_copy(update={"sequence_length": tokens}) for row in one.measurements)
+            }
+        )
+        for one in model.layers
+    )
+    return model.model_copy(update={"layers": layers, "tokens_per_sample": tokens})
 
 
 def test_chunks_win_where_the_bubble_is_large() -> None:

@@ -42,8 +42,31 @@ PIECES_ON_FOUR_RANKS = {
         clip=0.5,
         **FAST,
     ),
+    "tp2-sp-seqpipe": Case(
+        "qwen3",
+        (2, 4),
+        {
+            **SHARED,
+            **STEEP,
+            "schedule": "seqpipe",
+            "chunks": 2,
+            "micro_batches": 2,
+            "recompute": {2: "full", 3: "selective"},
+        },
+        clip=0.5,
+        **FAST,
+    ),
+    "gradients-tp2-sp-cp2-chunks": Case(
+        "llama",
+        (6,),
+        {**SHARED, **SGD, "context": 2, "schedule": "seqpipe", "chunks": 2, "micro_batch_size": 2},
+        **ONE_STEP,
+    ),
+    "gradients-moe-tp2-sp-seqpipe": Case(
+        "mixtral", (3, 3), {**SHARED, **SGD, "schedule": "seqpipe", "chunks": 4, "micro_batches": 2}, **ONE_STEP
+    ),
 }
-"""Every context rank's piece of the sequence is shared out over its tensor ranks."""
+"""Every context rank's piece of the sequence, or of its chunks, is shared out over its tensor ranks."""
 EXPERTS_ON_TWO_RANKS = {
     "gradients-ep2": Case("mixtral", (6,), {**SGD, "data": 2, "expert": 2}, clip=0.5, **ONE_STEP),
     "ep2": Case("qwen3-moe", (6,), {**STEEP, "data": 2, "expert": 2, "recompute": {1: "full", 3: "selective"}}, **FAST),
