@@ -16,6 +16,7 @@ KINDS: dict[str, type[Document]] = {
     "cpu-4ranks.yaml": Cluster,
     "device.yaml": DeviceSpec,
     "finetune-small.yaml": Job,
+    "h100x16-a100x32.yaml": Cluster,
     "h100x16384.yaml": Cluster,
     "h100x64.yaml": Cluster,
     "layout-tp8-pp4.yaml": PredictionLayout,
