@@ -39,14 +39,15 @@ def test_examples_parse(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind is Cluster])
 def test_clusters_are_complete(name: str) -> None:
-    """Every cluster names known devices and links, and as many devices as its name says."""
+    """Every cluster names known devices and links, and as many devices, in all or by group, as its name says."""
     cluster = read(Cluster, EXAMPLES / name)
     for group in cluster.node_groups:
         assert find_device(group.device).memory_bytes > 0
         intra, inter = links_of(group)
         assert intra.bandwidth_bytes_per_second > 0
         assert group.nodes == 1 or inter is not None
-    assert str(cluster.devices) in name
+    counts = [group.nodes * group.devices_per_node for group in cluster.node_groups]
+    assert str(cluster.devices) in name or all(f"x{count}" in name for count in counts)
 
 
 def test_pretraining_takes_four_million_tokens() -> None:
