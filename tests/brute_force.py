@@ -1,7 +1,8 @@
 """All layouts x contiguous partitions x recompute choices of a small request, priced by the validator's own equations.
 
 The oracle of the search: it shares no line with cost model and search, except that schedules write their own actions,
-and that the rule by which layers are dealt to several stages per rank is the search's (it has tests of its own).
+and that the rules by which layers are dealt to several stages per rank, and micro-batches to data ranks where they do
+not divide, are theirs (they have tests of their own).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from itertools import combinations, islice, pairwise, product
 from typing import Any
 
+from planner.cost.mixed import fair_shares
 from planner.errors import LayoutError
 from planner.schedule import Schedule, build
 from planner.search.dealt import deal
@@ -29,6 +31,8 @@ from planner.validate.prices import Prices
 StageMap = tuple[tuple[tuple[int, RecomputeMode], ...], ...]
 Split = tuple[int, int, int, int, bool]
 """Micro-batch size, tensor, context and expert degree, sequence parallelism."""
+Zero = tuple[Any, int | None]
+"""ZeRO stage, and the ranks that share out its states where these are not all."""
 PARTITIONED = ("gpipe", "1f1b")
 """Schedules whose stage map is free; the others take the one of the rule (E1), (E2)."""
 DEALT = (
@@ -81,19 +85,16 @@ def layouts(profile: ModelProfile, cluster: Cluster, job: Job) -> Iterator[Layou
         if (whole and tensor * expert > 1) or job.sequence_length % pieces:
             continue
         for data, pipeline in product(range(1, cluster.devices + 1), range(1, len(profile.layers) + 1)):
-            if data * tensor * pipeline * context != cluster.devices or job.global_batch_size % (data * size):
+            if data * tensor * pipeline * context != cluster.devices or data * context % expert:
                 continue
-            if data * context % expert:
-                continue
-            micro_batches = job.global_batch_size // (data * size)
             alone = whole or data * context == 1 or (pipeline > 1 and shares_shards(profile, split))
-            zeros = [(0, None)] if alone else list(zero_choices(data * context, expert))
+            zeros: list[Zero] = [(0, None)] if alone else list(zero_choices(data * context, expert))
             ranks = rank_orders(cluster) if data > 1 and pipeline > 1 else ("tp-cp-dp-pp",)
-            plain = orders(profile, pipeline, micro_batches, DEALT, 1)
-            ways = [*product(zeros, ({"schedule": name} for name in PARTITIONED)), *product(zeros, plain)]
-            for chunks in chunk_counts(profile, job, split, set.intersection(*rows)):
-                cut = orders(profile, pipeline, micro_batches, CHUNKED, chunks)
-                ways += product((each for each in zeros if each[0] < 2), cut)
+            if job.global_batch_size % (data * size):
+                few = [(zero, shards) for zero, shards in zeros if zero < 2 and shards is None]
+                ways = list(product(few, uneven_orders(profile, job, split, data, pipeline)))
+            else:
+                ways = list(even_ways(profile, job, split, zeros, data, pipeline))
             for ((zero, shards), order), rank_order in product(ways, ranks):
                 yield Layout(
                     data_parallel_degree=data,
@@ -110,13 +111,42 @@ def layouts(profile: ModelProfile, cluster: Cluster, job: Job) -> Iterator[Layou
                 )
 
 
+def even_ways(
+    profile: ModelProfile, job: Job, split: Split, zeros: list[Zero], data: int, pipeline: int
+) -> Iterator[tuple[Zero, dict[str, Any]]]:
+    """ZeRO and order of the micro-batches, of which every data rank has as many."""
+    micro_batches = job.global_batch_size // (data * split[0])
+    yield from product(zeros, ({"schedule": name} for name in PARTITIONED))
+    yield from product(zeros, orders(profile, pipeline, micro_batches, DEALT, 1))
+    rows = ({split_of(row) for row in one.measurements} for one in profile.layers)
+    for chunks in chunk_counts(profile, job, split, set.intersection(*rows)):
+        cut = orders(profile, pipeline, micro_batches, CHUNKED, chunks)
+        yield from product((each for each in zeros if each[0] < 2), cut)
+
+
+def uneven_orders(profile: ModelProfile, job: Job, split: Split, data: int, pipeline: int) -> Iterator[dict[str, Any]]:
+    """Where data ranks do not divide the micro-batches: shares by the rule for equal speeds, all layers alike."""
+    size, expert = split[0], split[3]
+    if job.global_batch_size % size or job.global_batch_size < size * data or expert > 1:
+        return
+    shares = fair_shares((1,) * data, job.global_batch_size // size, pipeline - 1)
+    for name, mode in product(PARTITIONED, modes_offered(profile)):
+        yield {"schedule": name, "micro_batch_shares": shares, "recompute": mode}
+
+
+def modes_offered(profile: ModelProfile) -> list[RecomputeMode]:
+    """Recompute modes that some layer offers."""
+    offered = {row.recompute for layer in profile.layers for row in layer.measurements}
+    return [mode for mode in _MODES if mode in offered]
+
+
 def rank_orders(cluster: Cluster) -> tuple[Any, ...]:
     """Both, unless all devices reach each other by the same links."""
     several = cluster.devices > domain_of(cluster.node_groups[0])
     return ("tp-cp-dp-pp", "tp-cp-pp-dp") if several else ("tp-cp-dp-pp",)
 
 
-def zero_choices(replicas: int, expert: int) -> Iterator[tuple[Any, int | None]]:
+def zero_choices(replicas: int, expert: int) -> Iterator[Zero]:
     """ZeRO stages, and groups that share out the states: of one size, each with all experts."""
     yield 0, None
     groups = [size for size in range(2, replicas) if replicas % size == 0 and size % expert == 0]
@@ -145,16 +175,17 @@ def chunk_counts(profile: ModelProfile, job: Job, split: Split, known: set[Split
     rows = [row for one in profile.layers for row in one.measurements if split_of(row) == split]
     kinds = {operation.kind for row in rows for operation in row.operations}
     told = "attention" in kinds and all(row.operations for row in rows if row.forward_flops)
-    if split[4] or not told or not any(context > 1 for _, _, context, _, _ in known):
+    if not told or not any(context > 1 for _, _, context, _, _ in known):
         return []
-    return [chunks for chunks in (2, 4, 8) if job.sequence_length % (chunks * split[2]) == 0]
+    ranks = split[2] * (split[1] if split[4] else 1)
+    return [chunks for chunks in (2, 4, 8) if job.sequence_length % (chunks * ranks) == 0]
 
 
 def orders(
     profile: ModelProfile, pipeline: int, micro_batches: int, names: tuple[str, ...], chunks: int
 ) -> Iterator[dict[str, Any]]:
     """Schedule, stages per rank and recomputation that so many ranks, micro-batches and chunks take."""
-    offered = {row.recompute for layer in profile.layers for row in layer.measurements}
+    offered = modes_offered(profile)
     for name, virtual in product(names, range(1, MOST_VIRTUAL_STAGES + 1)):
         if pipeline == 1 or pipeline * virtual > len(profile.layers):
             continue
@@ -200,12 +231,14 @@ def facts(profile: ModelProfile, cluster: Cluster, job: Job, layout: Layout) -> 
     return gather(profile, cluster, job, layout, placement, layout.micro_batches(job.global_batch_size))
 
 
-def stage_maps(known: Facts) -> Iterator[StageMap]:
-    """Every contiguous partition with every mix of the recompute modes that the layers offer."""
-    count, stages = len(known.profile.layers), known.layout.pipeline_parallel_degree
+def stage_maps(known: Facts, *, are_alike: bool = True) -> Iterator[StageMap]:
+    """Every contiguous partition; with every mix of the recompute modes that the layers offer where replicas are alike,
+    else with the layout's, and what recomputes least in layers that do not offer it."""
+    count, stages, wish = len(known.profile.layers), known.layout.pipeline_parallel_degree, known.layout.recompute
     modes = [tuple(known.rows(layer)) for layer in known.profile.layers]
+    uniform = [wish if wish in offered else offered[0] for offered in modes]
     for cuts in combinations(range(1, count), stages - 1):
-        for chosen in product(*modes):
+        for chosen in product(*modes) if are_alike else [uniform]:
             layers = tuple(enumerate(chosen))
             yield tuple(layers[start:end] for start, end in pairwise((0, *cuts, count)))
 
@@ -234,7 +267,8 @@ def price(known: Facts) -> Iterator[Priced]:
     )
     actions = parse(schedule.to_text())
     is_free = layout.schedule in PARTITIONED
-    for stage_map in stage_maps(known) if is_free else (dealt_map(prices, schedule),):
+    free = stage_maps(known, are_alike=not layout.has_uneven_shares)
+    for stage_map in free if is_free else (dealt_map(prices, schedule),):
         step = StepCheck(cells, stage_map, actions)
         yield Priced(layout, stage_map, step.step_nanoseconds(), tuple(row.peak_bytes for row in step.memory()))
 

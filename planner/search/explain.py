@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from planner.cost import LayoutCosts, choose, predict_step
 from planner.search.inside import least_memory
 from planner.search.result import Candidate, Found
-from planner.search.segments import allowed_modes
+from planner.search.segments import choices
 from planner.search.space import recompute_wish
 from planner.search.words import changes_text, degrees_text, gibibytes, seconds_text
 from planner.spec.job import Job
@@ -186,9 +186,9 @@ def misses(found: Found) -> tuple[Miss, ...]:
 
 def _miss(costs: LayoutCosts) -> Miss:
     wish = recompute_wish(costs.work.job.constraints.get("recompute"))
-    rank, needed, capacity = least_memory(costs, allowed_modes(costs, wish))
+    rank, needed, capacity = least_memory(costs, choices(costs, wish))
     return Miss(
-        layout=costs.layout.model_copy(update={"recompute": "per-layer"}),
+        layout=costs.layout,
         pipeline_rank=rank,
         needed_bytes=needed,
         capacity_bytes=capacity,

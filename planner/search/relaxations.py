@@ -21,7 +21,7 @@ from planner.errors import SpecError
 from planner.search.explain import with_recompute
 from planner.search.inside import NO_LIMIT, least_memory
 from planner.search.result import Callbacks, Candidate, Limits
-from planner.search.segments import allowed_modes
+from planner.search.segments import choices
 from planner.search.solve import State, advance, begin, unfit
 from planner.search.space import recompute_wish, space_of
 from planner.search.words import gibibytes
@@ -105,7 +105,7 @@ def _remedy(profile: ModelProfile, change: _Change, limits: Limits) -> Relaxatio
         work = workload(profile, change.cluster, change.job)
         wish = recompute_wish(change.job.constraints.get("recompute"))
         near = (one for one in unfit(work, space_of(work)) if not limits.should_stop())
-        least = ((one, least_memory(one, allowed_modes(one, wish))) for one in near)
+        least = ((one, least_memory(one, choices(one, wish))) for one in near)
         fits = (one for one, (_, needed, capacity) in least if needed <= capacity)
         costs = next(fits, None)
         if costs is not None:

@@ -79,5 +79,5 @@ def improved(report: SearchReport, ticks: int) -> SearchReport:
     """The report of a stopped search whose plan was beaten by its own alternative, of so many ticks."""
     seconds = ticks * TICK_SECONDS
     bound = min(report.lower_bound_seconds, seconds)
-    gap = (seconds - bound) / seconds
+    gap = (seconds - bound) / seconds if seconds else 0.0
     return report if report.optimal else report.model_copy(update={"lower_bound_seconds": bound, "gap": gap})

@@ -54,6 +54,12 @@ def uniform_modes(costs: LayoutCosts, mode: str) -> tuple[LayerModes, ...]:
     return tuple(map(first.__getitem__, costs.alike))
 
 
+def choices(costs: LayoutCosts, wish: Sequence[str]) -> tuple[LayerModes, ...]:
+    """Recompute choices of every layer: those wished for, or the one mode that the layout has for all."""
+    mode = costs.layout.recompute
+    return allowed_modes(costs, wish) if mode == "per-layer" else uniform_modes(costs, mode)
+
+
 @dataclass(frozen=True)
 class Segments:
     """The tables of one layout."""

@@ -38,7 +38,7 @@ from planner.search.bounds import Totals, any_order_bound, lower_bound, may_fit,
 from planner.search.dealt import Uniform, deal, layout_schedule, layout_traits, ranks_of
 from planner.search.inside import NO_LIMIT, Inside, LayoutSearch, Outcome, first_plan, limits_of
 from planner.search.result import Callbacks, Candidate, Progress
-from planner.search.segments import LayerModes, allowed_modes, uniform_modes
+from planner.search.segments import LayerModes, allowed_modes, choices, uniform_modes
 from planner.search.sharding import worth_opening
 from planner.search.space import Family, Order, Space, Zero, recompute_wish
 from planner.spec.layout import Layout, RankOrder, RecomputeWord, ZeroStage
@@ -252,7 +252,7 @@ def dive(state: State) -> None:
         if not order or tries == 0:
             continue
         costs = layout_costs(state.work, family.layout(family.leanest[0], order[0]))
-        modes = choices(costs, order[0], state.wish)
+        modes = choices(costs, state.wish)
         totals = Totals.of(costs, modes)
         if not may_fit(costs, totals, warm_ups(costs)):
             continue
@@ -265,11 +265,6 @@ def dive(state: State) -> None:
             return
 
 
-def choices(costs: LayoutCosts, order: Order, wish: tuple[str, ...]) -> tuple[LayerModes, ...]:
-    """Recompute choices of every layer: those wished for, or the one mode that the order has for all."""
-    return allowed_modes(costs, wish) if order.recompute == "per-layer" else uniform_modes(costs, order.recompute)
-
-
 def advance(state: State) -> None:
     """Take up what has the least bound."""
     for part in take_up(state, heapq.heappop(state.heap)):
@@ -279,10 +274,10 @@ def advance(state: State) -> None:
 
 def _families(work: Workload, space: Space) -> Iterator[Open]:
     """Families with what their layers take at least: M micro-batches of all layers, spread evenly over the ranks; on
-    several node groups by equation (D11)."""
+    several node groups, or with shares that differ, by equation (D12)."""
     known: dict[tuple[object, ...], tuple[int, int, int]] = {}
     for place, family in enumerate(space.families):
-        if work.groups:
+        if work.groups or not family.standing.are_alike:
             yield Open(family.standing.least_ticks, (place,), family)
             continue
         key = (family.split, family.sequence_chunks)
@@ -341,7 +336,7 @@ def _orders(state: State, one: Open, group: Group) -> Iterator[Open]:
             continue
         costs, units = group.costs_of(order), warm_ups(group.costs_of(order))
         if order.recompute not in known:
-            modes = choices(costs, order, state.wish)
+            modes = choices(costs, state.wish)
             known[order.recompute] = modes, Totals.of(costs, modes)
         modes, totals = known[order.recompute]
         if may_fit(costs, totals, units):

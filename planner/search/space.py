@@ -1,7 +1,8 @@
 """The layouts of a workload, as families: all that agree in their degrees, micro-batch size and sequence chunks.
 
 (D1)  data x tensor x pipeline x context = devices; the expert degree divides data x context           -> families()
-(D2)  global batch = data x micro-batch size x micro-batches                                           -> families()
+(D2)  global batch = data x micro-batch size x micro-batches; where data does not divide, some data ranks have one
+      micro-batch more than others                                                      -> planner.search.standing
 (D3)  micro-batch sizes, tensor, context and expert degrees and sequence parallelism are those that the profile has
       rows for: refuse, never guess                                                                    -> families()
 (D4)  a stage has a layer at least: pipeline x virtual stages <= layers                                -> orders()
@@ -27,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from itertools import product
 from typing import NamedTuple
 
@@ -264,14 +265,14 @@ def families(work: Workload, constraints: dict[str, Constraint]) -> Iterator[Fam
         pieces = context * (tensor if sequence_parallel else 1)
         if (whole and tensor * expert > 1) or work.job.sequence_length % pieces:
             continue
-        speeds = Speeds.of(work, split) if work.groups else None
+        speeds = cache(partial(Speeds.of, work, split))
         for pipeline in _divisors(work.devices, tensor * context):
             degrees = (work.devices // (tensor * context * pipeline), tensor, pipeline, context, expert)
             if degrees[0] * context % expert:
                 continue
             for standing in standings_of(work, degrees, size, constraints.get("rank_order"), speeds):
                 alone = whole or degrees[0] * context == 1 or (pipeline > 1 and shares_shards[split])
-                for chunks in cuts[split]:
+                for chunks in cuts[split] if standing.are_alike else (1,):
                     family = Family(
                         *degrees,
                         micro_batch_size=size,
@@ -295,10 +296,10 @@ def _permitted_zeros(
     is_alone: bool,
 ) -> tuple[Zero, ...]:
     """Ways to share out states: equations (D5), (D8) and (D13); replicas that differ take none that exchange in every
-    micro-batch, and a heterogeneous cluster no groups."""
+    micro-batch, and neither they nor a heterogeneous cluster groups."""
     data, _, _, context, expert = degrees
     zeros = ((Zero(0), 1),) if is_alone else _zeros(data * context, expert)
-    if work.groups:
+    if work.groups or not standing.are_alike:
         zeros = tuple((zero, ranks) for zero, ranks in zeros if zero.shards is None)
     if chunks > 1 or not standing.are_alike:
         zeros = tuple((zero, ranks) for zero, ranks in zeros if zero.stage < 2)
@@ -314,9 +315,9 @@ def _orders_of(
     virtual: tuple[int, ...],
     modes: tuple[RecomputeMode, ...],
 ) -> tuple[Order, ...]:
-    """Orders of a family: on a heterogeneous cluster the bounded schedules alone, and where replicas differ, with all
-    layers recomputed alike, since what is cheapest may differ between their devices."""
-    if not work.groups:
+    """Orders of a family: on a heterogeneous cluster and where replicas differ the bounded schedules alone, and where
+    replicas differ, with all layers recomputed alike, since what is cheapest may differ between their devices."""
+    if not work.groups and standing.are_alike:
         named = tuple(name for name in schedules if (name in CHUNKED) == (chunks > 1))
         return orders(pipeline, standing.micro_batches, len(work.profile.layers), named, virtual, modes, chunks)
     bounded = tuple(name for name in schedules if name in BOUNDED)
@@ -438,7 +439,7 @@ def _reasons(work: Workload) -> tuple[str, ...]:
     candidates = list(families(work, {}))
     if not candidates:
         return (
-            f"no data x tensor x pipeline degrees multiply to {work.devices} devices and divide the global batch of "
+            f"no data x tensor x pipeline degrees multiply to {work.devices} devices and share out the global batch of "
             f"{work.job.global_batch_size} with a micro-batch size of the profile ({', '.join(map(str, sizes))}), a "
             f"tensor-parallel degree of the profile ({', '.join(map(str, tensors))}) and at most "
             f"{len(work.profile.layers)} stages",

@@ -1,9 +1,12 @@
 """How the ranks of given degrees can stand on a cluster, and how many micro-batches each data rank takes.
 
 (D9)  devices that are alike: both orders of ranks, unless they all lie in one domain, or there is one stage or one
-      data rank, where both cost the same; equal shares, so that data x micro-batch size divides the global batch
+      data rank, where both cost the same; equal shares where data x micro-batch size divides the global batch, else
+      by (V7) for equal speeds, without expert parallelism: the first data ranks have one micro-batch more than the
+      others, which have one at least
 (D10) a heterogeneous cluster: both orders, as far as every cell stands in one node group; where data ranks stand on
-      different node groups, shares by (V7), at least one micro-batch each             -> planner.cost.mixed
+      different node groups, or equal shares do not divide the global batch, shares by (V7), at least one micro-batch
+      each                                                                             -> planner.cost.mixed
 (D11) with f(l, g), b(l, g) the fewest ticks of layer l on node group g, w their sum, W(g) the sum of w
       over all layers: pipeline ranks on node groups g(p) share out the layers. With weights q(p) in proportion to
       1 / W(g(p)), the weighted mean of their times for one micro-batch is at least
@@ -15,7 +18,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Self
@@ -47,7 +50,7 @@ class Standing(NamedTuple):
     are_alike: bool = True
     """All data ranks: the same devices, stage by stage, and equal shares."""
     least_ticks: int = 0
-    """That no stage map beats, on a heterogeneous cluster: (D12)."""
+    """That no stage map beats, on a heterogeneous cluster or with shares that differ: (D12)."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,11 @@ class Speeds:
 
     @classmethod
     def of(cls, work: Workload, split: tuple[int, int, int, int, bool]) -> Self:
-        """The speeds of a heterogeneous cluster's node groups."""
-        both = np.array([layer_ticks(group, split) for group in work.groups], dtype=np.float64)
+        """The speeds of a cluster's node groups."""
+        groups = work.groups or (work,)
+        both = np.array([layer_ticks(group, split) for group in groups], dtype=np.float64)
         kinds, counts = np.unique(both.reshape(-1, both.shape[-1]), axis=1, return_counts=True)
-        forward, backward = (kinds * counts).reshape(len(work.groups), 2, -1).transpose(1, 0, 2)
+        forward, backward = (kinds * counts).reshape(len(groups), 2, -1).transpose(1, 0, 2)
         return cls(forward, backward)
 
     def ticks(self, row: tuple[int, ...]) -> int:
@@ -87,7 +91,7 @@ class Speeds:
 
 
 def standings_of(
-    work: Workload, degrees: Degrees, size: int, constraint: Constraint | None, speeds: Speeds | None
+    work: Workload, degrees: Degrees, size: int, constraint: Constraint | None, speeds: Callable[[], Speeds]
 ) -> Iterator[Standing]:
     """Every standing of these degrees that the job permits, with micro-batches of `size` samples.
 
@@ -96,7 +100,7 @@ def standings_of(
         degrees: of parallelism.
         size: samples of a micro-batch.
         constraint: on the order of the ranks.
-        speeds: of a heterogeneous cluster's node groups.
+        speeds: of the node groups; asked for only where equal devices with equal shares are not all there is.
     """
     data, _, pipeline, _, _ = degrees
     permitted = tuple(order for order in RANK_ORDERS if allows(constraint, order))
@@ -104,12 +108,23 @@ def standings_of(
     if pipeline == 1 or data == 1 or is_one_domain:  # both orders cost the same
         permitted = permitted[:1]
     batch = work.job.global_batch_size
-    if speeds is None:
-        if permitted and batch % (data * size) == 0:
-            yield Standing(batch // (data * size), permitted)
-    elif batch % size == 0:
+    if not work.groups and permitted and batch % (data * size) == 0:
+        yield Standing(batch // (data * size), permitted)
+    elif batch % size == 0 and batch // size >= data:
         for order in permitted:
-            yield from _on_groups(work, degrees, batch // size, order, speeds)
+            if work.groups:
+                yield from _on_groups(work, degrees, batch // size, order, speeds())
+            else:
+                yield from _uneven(degrees, batch // size, order, speeds)
+
+
+def _uneven(degrees: Degrees, count: int, order: RankOrder, speeds: Callable[[], Speeds]) -> Iterator[Standing]:
+    """Equation (D9), for so many micro-batches that the data ranks do not divide."""
+    data, _, pipeline, _, expert = degrees
+    if expert == 1:
+        shares = _shares((1,) * data, count, pipeline - 1)
+        least = speeds().least((0,) * pipeline, max(shares))
+        yield Standing(max(shares), (order,), shares, are_alike=False, least_ticks=least)
 
 
 def _on_groups(work: Workload, degrees: Degrees, count: int, order: RankOrder, speeds: Speeds) -> Iterator[Standing]:
@@ -122,13 +137,12 @@ def _on_groups(work: Workload, degrees: Degrees, count: int, order: RankOrder, s
         context_parallel_degree=context,
         rank_order=order,
     )
-    rows = standings(work, layout) if count >= data else None
+    rows = standings(work, layout)
     if rows is None:
         return
     ticks = {row: speeds.ticks(row) for row in set(rows)}
-    if len(ticks) == 1:
-        if count % data == 0:
-            yield Standing(count // data, (order,), least_ticks=speeds.least(rows[0], count // data))
+    if len(ticks) == 1 and count % data == 0:
+        yield Standing(count // data, (order,), least_ticks=speeds.least(rows[0], count // data))
     elif expert == 1:
         shares = _shares(tuple(ticks[row] for row in rows), count, pipeline - 1)
         if min(shares) > 0:

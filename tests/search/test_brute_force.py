@@ -48,7 +48,8 @@ def answer(instance: Instance, **options: int) -> Plan | Infeasible:
 
 def asked(layout: Layout) -> Layout:
     """The layout of the space that one in a plan came from: where recomputation is searched, its word is an answer."""
-    return layout.model_copy(update={"recompute": "none"}) if layout.schedule in PARTITIONED else layout
+    is_searched = layout.schedule in PARTITIONED and not layout.has_uneven_shares
+    return layout.model_copy(update={"recompute": "none"}) if is_searched else layout
 
 
 @settings(max_examples=40)

@@ -1,0 +1,149 @@
+"""All layouts x contiguous partitions x recompute choices of a small request on several node groups, priced by the
+validator's own equations.
+
+As in `tests.brute_force`, no line is shared with cost model and search, except the rules that are not choices: the
+actions of a schedule, how layers are dealt, and the shares of replicas that differ, with the speeds that they go by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import permutations, product
+from typing import Any
+
+from planner.cost import workload
+from planner.cost.mixed import fair_shares
+from planner.schedule import build
+from planner.search.standing import Speeds
+from planner.spec.cluster import Cluster
+from planner.spec.job import WHOLE_PARAMETERS, Job
+from planner.spec.layout import Layout
+from planner.spec.plan import RankPlacement
+from planner.spec.profile import ModelProfile
+from planner.validate.actions import parse
+from planner.validate.cells import Cells
+from planner.validate.facts import Facts, gather
+from planner.validate.pipeline import Pipeline
+from tests import brute_force
+from tests.brute_force import PARTITIONED, Split, modes_offered, shares_shards, split_of
+from tests.validate.mixed import devices_of, placed
+
+_ORDERS = ("tp-cp-dp-pp", "tp-cp-pp-dp")
+
+
+@dataclass(frozen=True)
+class Priced:
+    """One stage map under one layout, on some node groups."""
+
+    layout: Layout
+    order: tuple[int, ...]
+    """Node groups that it uses, in the order of their ranks."""
+    nanoseconds: int
+    peaks: dict[int, int]
+    """Bytes of the fullest device of every node group that it uses."""
+
+    def fits(self, memory: dict[int, int]) -> bool:
+        """Do devices of this size hold it?"""
+        return all(peak <= memory[place] for place, peak in self.peaks.items())
+
+
+def price_all(profile: ModelProfile, cluster: Cluster, job: Job) -> Iterator[Priced]:
+    """Every stage map of every layout on every choice of whole node groups, priced."""
+    places = range(len(cluster.node_groups))
+    for order in (each for count in places for each in permutations(places, count + 1)):
+        part = Cluster(node_groups=tuple(cluster.node_groups[place] for place in order))
+        if len(order) == 1:
+            for one in brute_force.price_all(profile, part, job):
+                yield Priced(one.layout, order, one.nanoseconds, {order[0]: one.peak})
+            continue
+        for layout, rows in layouts(profile, part, job):
+            yield from _price(_facts(profile, part, job, layout), rows, order)
+
+
+Rows = tuple[tuple[int, ...], ...]
+"""By data rank: the node group of every pipeline rank."""
+
+
+def layouts(profile: ModelProfile, cluster: Cluster, job: Job) -> Iterator[tuple[Layout, Rows]]:
+    """Every layout on all of these node groups, constraints apart, and where its replicas stand."""
+    for split in sorted(set.intersection(*({split_of(row) for row in one.measurements} for one in profile.layers))):
+        size, tensor, context, expert, sequence = split
+        whole = job.optimizer in WHOLE_PARAMETERS
+        if (whole and tensor * expert > 1) or job.sequence_length % (context * (tensor if sequence else 1)):
+            continue
+        for data, pipeline in product(range(1, cluster.devices + 1), range(1, len(profile.layers) + 1)):
+            if data * tensor * pipeline * context != cluster.devices or job.global_batch_size % size:
+                continue
+            degrees = {
+                "data_parallel_degree": data,
+                "tensor_parallel_degree": tensor,
+                "pipeline_parallel_degree": pipeline,
+                "context_parallel_degree": context,
+                "sequence_parallel": sequence,
+                "micro_batch_size": size,
+            }
+            alone = whole or data * context == 1 or (pipeline > 1 and shares_shards(profile, split))
+            for rank_order in _ORDERS if data > 1 and pipeline > 1 else _ORDERS[:1]:
+                simple = Layout(**degrees, rank_order=rank_order)
+                rows = replicas(simple, cluster)
+                if rows is not None and data * context % expert == 0:
+                    for more in _choices(profile, cluster, job, split, rows, is_alone=alone):
+                        yield Layout.model_validate(simple.model_dump() | more), rows
+
+
+def replicas(layout: Layout, cluster: Cluster) -> Rows | None:
+    """Where they stand; None: the ranks of one tensor- and context-parallel group stand in two node groups."""
+    homes = {(one.pipeline, one.data): set[int]() for one in _place(layout, cluster)}
+    nodes = [place for place, group in enumerate(cluster.node_groups) for _ in range(group.nodes)]
+    for one in _place(layout, cluster):
+        homes[one.pipeline, one.data].add(nodes[one.node])
+    if any(len(home) > 1 for home in homes.values()):
+        return None
+    stages = range(layout.pipeline_parallel_degree)
+    return tuple(
+        tuple(next(iter(homes[stage, data])) for stage in stages) for data in range(layout.data_parallel_degree)
+    )
+
+
+def _choices(
+    profile: ModelProfile, cluster: Cluster, job: Job, split: Split, rows: Rows, *, is_alone: bool
+) -> Iterator[dict[str, Any]]:
+    """Shares, ZeRO, schedules and the word for recomputation."""
+    data, count = len(rows), job.global_batch_size // split[0]
+    zeros = (0,) if is_alone else (0, 1, 2, 3)
+    if len(set(rows)) == 1 and count % data == 0:
+        for zero, schedule in product(zeros, PARTITIONED):
+            yield {"expert_parallel_degree": split[3], "zero_stage": zero, "schedule": schedule}
+        return
+    speeds = Speeds.of(workload(profile, cluster, job), split)
+    shares = fair_shares([speeds.ticks(row) for row in rows], count, len(rows[0]) - 1)
+    if split[3] > 1 or min(shares) == 0:
+        return
+    for zero, schedule, mode in product(zeros[:2], PARTITIONED, modes_offered(profile)):
+        yield {"micro_batch_shares": shares, "zero_stage": zero, "schedule": schedule, "recompute": mode}
+
+
+def _place(layout: Layout, cluster: Cluster) -> tuple[RankPlacement, ...]:
+    return placed(layout, devices_of(cluster.node_groups))
+
+
+def _facts(profile: ModelProfile, cluster: Cluster, job: Job, layout: Layout) -> Facts:
+    count = layout.micro_batches(job.global_batch_size)
+    return gather(profile, cluster, job, layout, _place(layout, cluster), count)
+
+
+def _price(known: Facts, rows: Rows, order: tuple[int, ...]) -> Iterator[Priced]:
+    """Every stage map of one layout, priced."""
+    layout, cells = known.layout, Cells(known)
+    stages = layout.pipeline_parallel_degree
+    actions = parse(build(layout.schedule, ranks=stages, micro_batches=known.micro_batches).to_text())
+    for stage_map in brute_force.stage_maps(known, are_alike=len(set(rows)) == 1 and not layout.has_uneven_shares):
+        peaks: dict[int, int] = {}
+        steps = []
+        for column in cells.columns:
+            pipeline = Pipeline(cells, column, stage_map, actions)
+            steps.append(pipeline.step_nanoseconds)
+            for place, row in zip(column.groups, pipeline.memory(), strict=True):
+                peaks[order[place]] = max(peaks.get(order[place], 0), row.peak_bytes)
+        yield Priced(layout, order, max(steps), peaks)
