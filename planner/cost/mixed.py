@@ -279,39 +279,46 @@ def _communicators(
     """By column and pipeline rank: of the column's ranks the widest of every kind that exchanges activations, and of
     the whole stage of those that sum gradients."""
     stages = range(layout.pipeline_parallel_degree)
-    whole = [_widest_groups(sizes, layout, stage, None) for stage in stages]
-    if len(columns) == 1:
-        return (tuple(whole),)
-    rows = []
-    for column in columns:
-        own = [_widest_groups(sizes, layout, stage, column) for stage in stages]
-        exchanging = [{name: getattr(each, name) for name in ("tensor", "context", "expert")} for each in own]
-        rows.append(tuple(replace(whole[stage], **exchanging[stage]) for stage in stages))
-    return tuple(rows)
+    summing = [_widest_groups(sizes, layout, stage, ("data", "expert_data"), None) for stage in stages]
+    near: tuple[CommunicatorName, ...] = ("tensor", "context", "expert")
+    return tuple(
+        tuple(_groups(_widest_groups(sizes, layout, stage, near, column) | summing[stage]) for stage in stages)
+        for column in columns
+    )
 
 
-def _widest_groups(sizes: tuple[tuple[int, int], ...], layout: Layout, stage: int, column: Column | None) -> Groups:
+def _widest_groups(
+    sizes: tuple[tuple[int, int], ...],
+    layout: Layout,
+    stage: int,
+    names: tuple[CommunicatorName, ...],
+    column: Column | None,
+) -> dict[str, Group]:
     """Of one stage, or of a column's ranks on it."""
     of, sites = strides(layout), _sites(sizes)
     cell = layout.context_parallel_degree * layout.tensor_parallel_degree
     mine = {of.rank(stage, data, 0, 0) // cell for data in column.data_ranks} if column else None
+    alone = {name for name in names if name in _DEGREES and getattr(layout, _DEGREES[name]) == 1}
 
     def widest(name: CommunicatorName) -> Group:
         several = communicators(layout, name, stage)
         chosen = (ranks for ranks in several if mine is None or ranks[0] // cell in mine)
         return max(map(sites.around, chosen), key=crossing)
 
-    data, expert_data = (widest("data"), widest("expert_data")) if column is None else (_ALONE, _ALONE)
-    return Groups(
-        tensor=widest("tensor"),
-        context=widest("context"),
-        expert=widest("expert"),
-        data=data,
-        expert_data=expert_data,
-        shard=data,
-        expert_shard=expert_data,
-        copies=_ALONE,
-    )
+    return {name: _ALONE if name in alone else widest(name) for name in names}
+
+
+_DEGREES = {
+    "tensor": "tensor_parallel_degree",
+    "context": "context_parallel_degree",
+    "expert": "expert_parallel_degree",
+}
+"""By communicator: how many ranks it has; those of one rank need not be looked at."""
+
+
+def _groups(found: dict[str, Group]) -> Groups:
+    """With the data-parallel ranks as those that share out states: all of them do."""
+    return Groups(**found, shard=found["data"], expert_shard=found["expert_data"], copies=_ALONE)
 
 
 def _shapes(groups: Groups) -> tuple[tuple[int, int, int], ...]:
