@@ -38,7 +38,10 @@ def predictions(candidates: Sequence[Candidate]) -> tuple[Prediction, ...]:
 
 
 def with_recompute(candidate: Candidate) -> Layout:
-    """The layout with the word for what its stage map recomputes."""
+    """The layout with the word for what its stage map recomputes; where all layers recompute alike, it has it: a layer
+    that does not offer the mode is no other choice."""
+    if candidate.costs.layout.recompute != "per-layer":
+        return candidate.costs.layout
     pairs = [pair for stage in candidate.stage_map for pair in stage]
     able = [(layer, mode) for layer, mode in pairs if len(candidate.costs.layers[layer]) > 1]
     modes = {mode for _, mode in able} or {mode for _, mode in pairs}
