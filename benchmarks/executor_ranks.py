@@ -24,6 +24,7 @@ from planner.executor.data import load_dataset, local_part
 from planner.executor.executor import data_spec
 from planner.executor.loss import next_token
 from planner.executor.materialise import materialise
+from planner.executor.shares import share_of
 from planner.spec import Plan, read
 from profiler.measure_load import available_cores
 from profiler.models import ModelSource, load_model
@@ -53,9 +54,8 @@ class Handwritten:
         start = sum(len(stage.layers) for stage in plan.stages[:pipeline])
         stop = start + len(plan.stages[pipeline].layers)
         self._module: nn.Module = whole[start:stop]
-        batch = plan.request.job.global_batch_size
         dataset = load_dataset("synthetic", data_spec(plan, source), seed=0)
-        (self._tokens,), _ = dataset(*local_part(0, batch, replica, layout.data_parallel_degree))
+        (self._tokens,), _ = dataset(*local_part(0, share_of(plan, replica), layout.micro_batch_size))
         self._is_first, self._is_last = start == 0, stop == len(whole)
         self._schedule: Any = None
         if layout.data_parallel_degree > 1:
