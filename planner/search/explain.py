@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from planner.cost import LayoutCosts, choose, predict_step
 from planner.search.inside import least_memory
+from planner.search.orders import recompute_wish
 from planner.search.result import Candidate, Found
 from planner.search.segments import choices
-from planner.search.space import recompute_wish
 from planner.search.words import changes_text, degrees_text, gibibytes, seconds_text
 from planner.spec.job import Job
 from planner.spec.layout import Layout

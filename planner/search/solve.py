@@ -37,10 +37,11 @@ from planner.cost import (
 from planner.search.bounds import Totals, any_order_bound, lower_bound, may_fit, warm_ups, work_of
 from planner.search.dealt import Uniform, deal, layout_schedule, layout_traits, ranks_of
 from planner.search.inside import NO_LIMIT, Inside, LayoutSearch, Outcome, first_plan, limits_of
+from planner.search.orders import Order, recompute_wish
 from planner.search.result import Callbacks, Candidate, Progress
 from planner.search.segments import LayerModes, allowed_modes, choices, uniform_modes
 from planner.search.sharding import worth_opening
-from planner.search.space import Family, Order, Space, Zero, recompute_wish
+from planner.search.space import Family, Space, Zero
 from planner.spec.layout import Layout, RankOrder, RecomputeWord, ZeroStage
 from planner.spec.plan import Options, SearchReport
 

@@ -5,7 +5,7 @@
       micro-batch more than others                                                      -> planner.search.standing
 (D3)  micro-batch sizes, tensor, context and expert degrees and sequence parallelism are those that the profile has
       rows for: refuse, never guess                                                                    -> families()
-(D4)  a stage has a layer at least: pipeline x virtual stages <= layers                                -> orders()
+(D4)  a stage has a layer at least: pipeline x virtual stages <= layers                       -> planner.search.orders
       and equal pieces: the sequence divides by context x tensor degree under sequence parallelism, by the context
       degree without                                                                                   -> families()
 (D5)  optimizers that update whole matrices (Adafactor, Muon) take no tensor and expert parallelism and no ZeRO; ZeRO
@@ -16,12 +16,7 @@
 (D8)  ZeRO's states are shared out by all data- and context-parallel ranks, or by groups of k of them: k divides their
       number, and is a multiple of the expert degree, so that every group holds all experts       -> _zeros()
 (D13) a sequence stays whole, or is cut into chunks, under the schedules for them               -> planner.search.chunks
-(D7)  orders: schedules whose partition and recomputation are searched (`BOUNDED`), and those that take the stage map
-      of `planner.search.dealt` and recompute all layers alike: with several stages per rank, up to
-      `MOST_VIRTUAL_STAGES`, or with a split backward                                                  -> orders()
-
-Schedules whose actions overlap in pairs are left out: the executor runs the two one after the other, so the time that
-a simulation promises would not be met.
+(D7)  the orders of a family's micro-batches                                              -> planner.search.orders
 """
 
 from __future__ import annotations
@@ -33,50 +28,22 @@ from itertools import product
 from typing import NamedTuple
 
 from planner.cost import Workload
-from planner.errors import LayoutError, UnknownNameError, UnsupportedError
-from planner.schedule import Requirement, build, canonical_name, find, names, requirements
-from planner.schedule.entry import Shape
-from planner.search.bounds import BOUNDED
-from planner.search.chunks import CHUNKED, CHUNKS, Rows, chunks_of
+from planner.errors import UnsupportedError
+from planner.search.chunks import CHUNKS, Rows, chunks_of
+from planner.search.orders import (
+    MOST_VIRTUAL_STAGES,
+    Order,
+    constraint_text,
+    orders_of,
+    recompute_wish,
+    schedules_of,
+    uniform_modes,
+)
 from planner.search.standing import Degrees, Speeds, Standing, standings_of
-from planner.spec.job import WHOLE_PARAMETERS, Constraint, Job, Range, allows
-from planner.spec.layout import Layout, RankOrder, RecomputeWord, ZeroStage
-from planner.spec.profile import RecomputeMode
+from planner.spec.job import WHOLE_PARAMETERS, Constraint, Job, allows
+from planner.spec.layout import Layout, RankOrder, ZeroStage
 
-MOST_VIRTUAL_STAGES = 8
-"""On one rank."""
 RECOMPUTE_WISHES = ("none", "selective", "full", "per-layer")
-MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
-
-
-def _dealt_schedules() -> tuple[str, ...]:
-    """Schedules of the space besides the bounded ones."""
-    entries = [find(name) for name in names(runnable_only=True) if name not in BOUNDED]
-    return tuple(
-        one.name
-        for one in entries
-        if not (one.has_pairs or one.recompute_modes or one.needs_durations or one.name in CHUNKED)
-    )
-
-
-DEALT = _dealt_schedules()
-SEARCHED = (*BOUNDED, *DEALT, *CHUNKED)
-"""Schedules that the search chooses from."""
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """In which order the micro-batches run, and on how many stages."""
-
-    schedule: str
-    virtual_stages: int
-    recompute: RecomputeWord
-    """``per-layer``: the stage map says; else the mode of all layers."""
-
-    @property
-    def is_dealt(self) -> bool:
-        """Its stage map is dealt, not searched."""
-        return self.schedule not in BOUNDED
 
 
 class Zero(NamedTuple):
@@ -194,7 +161,7 @@ def check_constraints(job: Job) -> None:
     chunks = job.constraints.get("sequence_chunks")
     if not any(allows(chunks, count) for count in (1, *CHUNKS)):
         raise UnsupportedError(
-            f"sequence_chunks can be 1, {', '.join(map(str, CHUNKS))}, got {_text(chunks)}.",
+            f"sequence_chunks can be 1, {', '.join(map(str, CHUNKS))}, got {constraint_text(chunks)}.",
             field="job.constraints.sequence_chunks",
             mend="use one of them, or remove the constraint; `planner predict` prices layouts with any number.",
         )
@@ -203,61 +170,32 @@ def check_constraints(job: Job) -> None:
         if whole and not allows(job.constraints.get(field), plain):
             raise UnsupportedError(
                 f"{field} must be {plain} with {job.optimizer}, whose update of one element depends on its whole "
-                f"matrix, got {_text(job.constraints[field])}.",
+                f"matrix, got {constraint_text(job.constraints[field])}.",
                 field=f"job.constraints.{field}",
                 mend=f"give {plain}, or train with adamw.",
             )
     wish = job.constraints.get("recompute")
     if wish is not None and not any(allows(wish, value) for value in RECOMPUTE_WISHES):
         raise UnsupportedError(
-            f"recompute can be {', '.join(RECOMPUTE_WISHES)}, got {_text(wish)}.",
+            f"recompute can be {', '.join(RECOMPUTE_WISHES)}, got {constraint_text(wish)}.",
             field="job.constraints.recompute",
             mend="use one of them.",
         )
     if "schedule" in job.constraints:
-        _schedules(job.constraints["schedule"])
-
-
-def _schedules(constraint: Constraint | None) -> tuple[str, ...]:
-    """Canonical names of the schedules that a constraint permits."""
-    if constraint is None:
-        return SEARCHED
-    values = constraint if isinstance(constraint, tuple) else (constraint,)
-    if isinstance(constraint, Range) or not all(isinstance(value, str) for value in values):
-        raise UnknownNameError(
-            f"{_text(constraint)} is no schedule.",
-            field="job.constraints.schedule",
-            mend=f"use one of {', '.join(SEARCHED)}.",
-        )
-    wanted = tuple(dict.fromkeys(canonical_name(str(value)) for value in values))
-    unable = [name for name in wanted if name not in SEARCHED]
-    if unable:
-        raise UnsupportedError(
-            f"the search does not choose the schedule {unable[0]!r}.",
-            field="job.constraints.schedule",
-            mend=f"use one of {', '.join(SEARCHED)}; `planner predict` prices a layout with any other.",
-        )
-    return wanted
-
-
-def recompute_wish(constraint: Constraint | None) -> tuple[str, ...]:
-    """Recompute modes that the job permits."""
-    if constraint is None or isinstance(constraint, Range):
-        return ("per-layer",)
-    return tuple(map(str, constraint)) if isinstance(constraint, tuple) else (str(constraint),)
+        schedules_of(job.constraints["schedule"])
 
 
 def families(work: Workload, constraints: dict[str, Constraint]) -> Iterator[Family]:
     """Families by (D1) to (D8) that the constraints permit."""
     whole = work.job.optimizer in WHOLE_PARAMETERS
-    schedules = _schedules(constraints.get("schedule"))
+    schedules = schedules_of(constraints.get("schedule"))
     wish = recompute_wish(constraints.get("recompute"))
     virtual = tuple(
         count
         for count in range(1, MOST_VIRTUAL_STAGES + 1)
         if allows(constraints.get("virtual_stages_per_rank"), count)
     )
-    modes = {split: _uniform_modes(rows, wish) for split, rows in work.sizes.items()}
+    modes = {split: uniform_modes(rows, wish) for split, rows in work.sizes.items()}
     cuts = {split: (1, *chunks_of(work, split, constraints, schedules)) for split in work.sizes}
     shares_shards = {split: _shares_shards(work, rows) for split, rows in work.sizes.items()}
     for split in work.sizes:
@@ -280,7 +218,7 @@ def families(work: Workload, constraints: dict[str, Constraint]) -> Iterator[Fam
                         sequence_chunks=chunks,
                         standing=standing,
                         zeros=_permitted_zeros(work, degrees, standing, chunks, constraints, is_alone=alone),
-                        orders=_orders_of(work, pipeline, standing, chunks, schedules, virtual, modes[split]),
+                        orders=orders_of(work, pipeline, standing, chunks, schedules, virtual, modes[split]),
                     )
                     if family.count and _permitted(family, constraints):
                         yield family
@@ -304,27 +242,6 @@ def _permitted_zeros(
     if chunks > 1 or not standing.are_alike:
         zeros = tuple((zero, ranks) for zero, ranks in zeros if zero.stage < 2)
     return tuple(zero for zero, ranks in zeros if _takes_zero(zero, ranks, constraints))
-
-
-def _orders_of(
-    work: Workload,
-    pipeline: int,
-    standing: Standing,
-    chunks: int,
-    schedules: tuple[str, ...],
-    virtual: tuple[int, ...],
-    modes: tuple[RecomputeMode, ...],
-) -> tuple[Order, ...]:
-    """Orders of a family: on a heterogeneous cluster and where replicas differ the bounded schedules alone, and where
-    replicas differ, with all layers recomputed alike, since what is cheapest may differ between their devices."""
-    if not work.groups and standing.are_alike:
-        named = tuple(name for name in schedules if (name in CHUNKED) == (chunks > 1))
-        return orders(pipeline, standing.micro_batches, len(work.profile.layers), named, virtual, modes, chunks)
-    bounded = tuple(name for name in schedules if name in BOUNDED)
-    found = orders(pipeline, standing.micro_batches, len(work.profile.layers), bounded, virtual, modes)
-    if standing.are_alike:
-        return found
-    return tuple(Order(one.schedule, one.virtual_stages, mode) for one in found for mode in modes)
 
 
 @lru_cache(maxsize=4096)
@@ -353,18 +270,6 @@ def _shares_shards(work: Workload, rows: Rows) -> bool:
     return any(held(name) < shared.parameters for shared in work.profile.shared_parameters for name in shared.layers)
 
 
-def _uniform_modes(rows: Rows, wish: tuple[str, ...]) -> tuple[RecomputeMode, ...]:
-    """Modes that all layers can take alike: each takes it, or offers no wished mode and keeps what it has."""
-    kinds = {id(options): frozenset(options) for options in rows}.values()
-    offered = frozenset[RecomputeMode]().union(*kinds)
-    wished = offered if "per-layer" in wish else offered.intersection(wish)
-    if "per-layer" in wish:
-        return tuple(mode for mode in MODES if mode in offered)
-    if not wished:
-        return MODES[:1]
-    return tuple(mode for mode in MODES if mode in wished and all(mode in each or not wished & each for each in kinds))
-
-
 _FIELDS = {
     "data_parallel_degree": "data",
     "tensor_parallel_degree": "tensor",
@@ -380,49 +285,6 @@ _FIELDS = {
 
 def _permitted(family: Family, constraints: dict[str, Constraint]) -> bool:
     return all(allows(constraints.get(field), getattr(family, name)) for field, name in _FIELDS.items())
-
-
-@lru_cache(maxsize=4096)
-def orders(
-    pipeline: int,
-    micro_batches: int,
-    layers: int,
-    schedules: tuple[str, ...],
-    virtual: tuple[int, ...],
-    modes: tuple[RecomputeMode, ...],
-    chunks: int = 1,
-) -> tuple[Order, ...]:
-    """Orders that so many ranks, micro-batches, layers and sequence chunks can take: equations (D4) and (D7)."""
-    found = [Order(name, 1, "per-layer") for name in schedules if name in BOUNDED and 1 in virtual]
-    for name in schedules:
-        if name in BOUNDED or pipeline == 1:
-            continue
-        found += [
-            Order(name, count, mode)
-            for count in virtual
-            if pipeline * count <= layers and _takes(name, Shape(pipeline, micro_batches, count, chunks))
-            for mode in modes
-            if mode == "none" or not _splits(name)
-        ]
-    return tuple(found) if pipeline <= layers else ()
-
-
-@lru_cache
-def _splits(name: str) -> bool:
-    """Does a schedule split its backwards? The executor recomputes under full backwards only."""
-    small = build(name, ranks=2, micro_batches=4, virtual_stages=find(name).least_virtual_stages)
-    return Requirement.SPLIT_BACKWARD in requirements(small)
-
-
-def _takes(name: str, shape: Shape) -> bool:
-    entry = find(name)
-    if not entry.takes_virtual_stages(shape.virtual_stages):
-        return False
-    try:
-        entry.check(shape)
-    except LayoutError:
-        return False
-    return True
 
 
 def _divisors(devices: int, others: int) -> list[int]:
@@ -446,16 +308,8 @@ def _reasons(work: Workload) -> tuple[str, ...]:
         )
     count = sum(family.count for family in candidates)
     reasons = [
-        f"the constraint {field} = {_text(constraint)} leaves none of the {count} layouts"
+        f"the constraint {field} = {constraint_text(constraint)} leaves none of the {count} layouts"
         for field, constraint in work.job.constraints.items()
         if field != "recompute" and not any(families(work, {field: constraint}))
     ]
     return tuple(reasons) or ("no layout meets all constraints together",)
-
-
-def _text(constraint: Constraint | None) -> str:
-    if isinstance(constraint, Range):
-        return f"{constraint.min}..{constraint.max}"
-    if isinstance(constraint, tuple):
-        return " or ".join(map(str, constraint))
-    return str(constraint)

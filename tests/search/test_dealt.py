@@ -24,8 +24,9 @@ from planner.search.dealt import (
     ranks_of,
     traits_of,
 )
+from planner.search.orders import DEALT
 from planner.search.segments import uniform_modes
-from planner.search.space import DEALT, layouts
+from planner.search.space import layouts
 from tests.strategies import Instance, instances
 
 WORK = st.lists(st.integers(1, 30), min_size=2, max_size=9)

@@ -9,7 +9,8 @@ from planner.cost import workload
 from planner.executor.support import check_plan
 from planner.search import plan
 from planner.search.chunks import CHUNKED
-from planner.search.space import SEARCHED, layouts
+from planner.search.orders import SEARCHED
+from planner.search.space import layouts
 from planner.spec import Plan
 from planner.validate import check
 from tests.builders import cluster, job, layer, profile, request

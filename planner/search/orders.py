@@ -1,0 +1,172 @@
+"""In which order micro-batches may run: the schedules that the search chooses from, and which layouts take them.
+
+(D7)  orders: schedules whose partition and recomputation are searched (`BOUNDED`), and those that take the stage map
+      of `planner.search.dealt` and recompute all layers alike: with several stages per rank, up to
+      `MOST_VIRTUAL_STAGES`, or with a split backward                                                  -> orders()
+
+Schedules whose actions overlap in pairs are left out: the executor runs the two one after the other, so the time that
+a simulation promises would not be met.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from planner.cost import Workload
+from planner.errors import LayoutError, UnknownNameError, UnsupportedError
+from planner.schedule import Requirement, build, canonical_name, find, names, requirements
+from planner.schedule.entry import Shape
+from planner.search.bounds import BOUNDED
+from planner.search.chunks import CHUNKED, Rows
+from planner.search.standing import Standing
+from planner.spec.job import Constraint, Range
+from planner.spec.layout import RecomputeWord
+from planner.spec.profile import RecomputeMode
+
+MOST_VIRTUAL_STAGES = 8
+"""On one rank."""
+MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
+
+
+def _dealt_schedules() -> tuple[str, ...]:
+    """Schedules of the space besides the bounded ones."""
+    entries = [find(name) for name in names(runnable_only=True) if name not in BOUNDED]
+    return tuple(
+        one.name
+        for one in entries
+        if not (one.has_pairs or one.recompute_modes or one.needs_durations or one.name in CHUNKED)
+    )
+
+
+DEALT = _dealt_schedules()
+SEARCHED = (*BOUNDED, *DEALT, *CHUNKED)
+"""Schedules that the search chooses from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """In which order the micro-batches run, and on how many stages."""
+
+    schedule: str
+    virtual_stages: int
+    recompute: RecomputeWord
+    """``per-layer``: the stage map says; else the mode of all layers."""
+
+    @property
+    def is_dealt(self) -> bool:
+        """Its stage map is dealt, not searched."""
+        return self.schedule not in BOUNDED
+
+
+def schedules_of(constraint: Constraint | None) -> tuple[str, ...]:
+    """Canonical names of the schedules that a constraint permits."""
+    if constraint is None:
+        return SEARCHED
+    values = constraint if isinstance(constraint, tuple) else (constraint,)
+    if isinstance(constraint, Range) or not all(isinstance(value, str) for value in values):
+        raise UnknownNameError(
+            f"{constraint_text(constraint)} is no schedule.",
+            field="job.constraints.schedule",
+            mend=f"use one of {', '.join(SEARCHED)}.",
+        )
+    wanted = tuple(dict.fromkeys(canonical_name(str(value)) for value in values))
+    unable = [name for name in wanted if name not in SEARCHED]
+    if unable:
+        raise UnsupportedError(
+            f"the search does not choose the schedule {unable[0]!r}.",
+            field="job.constraints.schedule",
+            mend=f"use one of {', '.join(SEARCHED)}; `planner predict` prices a layout with any other.",
+        )
+    return wanted
+
+
+def recompute_wish(constraint: Constraint | None) -> tuple[str, ...]:
+    """Recompute modes that the job permits."""
+    if constraint is None or isinstance(constraint, Range):
+        return ("per-layer",)
+    return tuple(map(str, constraint)) if isinstance(constraint, tuple) else (str(constraint),)
+
+
+def orders_of(
+    work: Workload,
+    pipeline: int,
+    standing: Standing,
+    chunks: int,
+    schedules: tuple[str, ...],
+    virtual: tuple[int, ...],
+    modes: tuple[RecomputeMode, ...],
+) -> tuple[Order, ...]:
+    """Orders of a family: on a heterogeneous cluster and where replicas differ the bounded schedules alone, and where
+    replicas differ, with all layers recomputed alike, since what is cheapest may differ between their devices."""
+    if not work.groups and standing.are_alike:
+        named = tuple(name for name in schedules if (name in CHUNKED) == (chunks > 1))
+        return orders(pipeline, standing.micro_batches, len(work.profile.layers), named, virtual, modes, chunks)
+    bounded = tuple(name for name in schedules if name in BOUNDED)
+    found = orders(pipeline, standing.micro_batches, len(work.profile.layers), bounded, virtual, modes)
+    if standing.are_alike:
+        return found
+    return tuple(Order(one.schedule, one.virtual_stages, mode) for one in found for mode in modes)
+
+
+def uniform_modes(rows: Rows, wish: tuple[str, ...]) -> tuple[RecomputeMode, ...]:
+    """Modes that all layers can take alike: each takes it, or offers no wished mode and keeps what it has."""
+    kinds = {id(options): frozenset(options) for options in rows}.values()
+    offered = frozenset[RecomputeMode]().union(*kinds)
+    wished = offered if "per-layer" in wish else offered.intersection(wish)
+    if "per-layer" in wish:
+        return tuple(mode for mode in MODES if mode in offered)
+    if not wished:
+        return MODES[:1]
+    return tuple(mode for mode in MODES if mode in wished and all(mode in each or not wished & each for each in kinds))
+
+
+@lru_cache(maxsize=4096)
+def orders(
+    pipeline: int,
+    micro_batches: int,
+    layers: int,
+    schedules: tuple[str, ...],
+    virtual: tuple[int, ...],
+    modes: tuple[RecomputeMode, ...],
+    chunks: int = 1,
+) -> tuple[Order, ...]:
+    """Orders that so many ranks, micro-batches, layers and sequence chunks can take: equations (D4) and (D7)."""
+    found = [Order(name, 1, "per-layer") for name in schedules if name in BOUNDED and 1 in virtual]
+    for name in schedules:
+        if name in BOUNDED or pipeline == 1:
+            continue
+        found += [
+            Order(name, count, mode)
+            for count in virtual
+            if pipeline * count <= layers and _takes(name, Shape(pipeline, micro_batches, count, chunks))
+            for mode in modes
+            if mode == "none" or not _splits(name)
+        ]
+    return tuple(found) if pipeline <= layers else ()
+
+
+@lru_cache
+def _splits(name: str) -> bool:
+    """Does a schedule split its backwards? The executor recomputes under full backwards only."""
+    small = build(name, ranks=2, micro_batches=4, virtual_stages=find(name).least_virtual_stages)
+    return Requirement.SPLIT_BACKWARD in requirements(small)
+
+
+def _takes(name: str, shape: Shape) -> bool:
+    entry = find(name)
+    if not entry.takes_virtual_stages(shape.virtual_stages):
+        return False
+    try:
+        entry.check(shape)
+    except LayoutError:
+        return False
+    return True
+
+
+def constraint_text(constraint: Constraint | None) -> str:
+    if isinstance(constraint, Range):
+        return f"{constraint.min}..{constraint.max}"
+    if isinstance(constraint, tuple):
+        return " or ".join(map(str, constraint))
+    return str(constraint)
