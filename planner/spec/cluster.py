@@ -131,6 +131,8 @@ class NodeGroup(Document):
     network."""
     price_per_hour: float | None = Field(default=None, ge=0)
     """Of one device of this group, in the user's currency; None: the device's."""
+    host_memory_bytes: int | None = Field(default=None, gt=0)
+    """Of one node, for all its devices together: what may be offloaded there. None: not known, nothing is offloaded."""
 
     @property
     def device_price_per_hour(self) -> float | None:

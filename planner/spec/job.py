@@ -47,6 +47,8 @@ CONSTRAINABLE = (
     "sequence_chunks",
     "rank_order",
     "recompute",
+    "activation_offload",
+    "optimizer_offload",
 )
 
 

@@ -43,6 +43,12 @@ class Layout(Document):
     """Micro-batches of every data-parallel rank and step, where devices differ; None: equally many."""
     recompute: RecomputeWord = "none"
     """``per-layer``: the stage map says which layers recompute."""
+    activation_offload: bool = False
+    """What layers save for their backward goes to the host's memory after their forward, and comes back for it
+    (Rajbhandari et al. 2021, "ZeRO-Infinity", section 5.2.3; torch.autograd.graph.save_on_cpu)."""
+    optimizer_offload: bool = False
+    """States of the optimizer and master copies stay in the host's memory; the device updates one layer after the
+    other and holds the states of that one only (Rajbhandari et al. 2021, section 5.2.2)."""
 
     @field_validator("zero_shard_degree")
     @classmethod
@@ -127,6 +133,7 @@ class Layout(Document):
         """Raise `LayoutError`, showing every factor, unless the degrees multiply to the number of devices, and experts
         and ZeRO's states are shared out evenly."""
         self.check_shards()
+        self.check_offload()
         replicas = self.replicas
         if replicas % self.expert_parallel_degree:
             raise LayoutError(
@@ -163,6 +170,30 @@ class Layout(Document):
         else:
             return
         raise LayoutError(wrong, field="layout.zero_shard_degree", mend=mend)
+
+    def check_offload(self) -> None:
+        """Raise `LayoutError` where activations cannot go to the host: beside what handles saved tensors in its own
+        way (recomputation, ZeRO 3's gathering, keys and values of sequence chunks), and where replicas differ."""
+        if (self.activation_offload or self.optimizer_offload) and self.has_uneven_shares:
+            raise LayoutError(
+                "micro_batch_shares differ, and offloading is known for equal replicas only.",
+                field="layout.micro_batch_shares",
+                mend="leave out the shares, or offload nothing.",
+            )
+        if not self.activation_offload:
+            return
+        beside: tuple[tuple[str, object, object], ...] = (
+            ("recompute", self.recompute, "none"),
+            ("sequence_chunks", self.sequence_chunks, 1),
+            ("zero_stage", self.zero_stage, min(self.zero_stage, 2)),
+        )
+        for field, value, possible in beside:
+            if value != possible:
+                raise LayoutError(
+                    f"activation_offload does not go with {field} {value!r}.",
+                    field=f"layout.{field}",
+                    mend=f"give {field} {possible!r}, or leave activations on the device.",
+                )
 
 
 class PredictionLayout(Layout):

@@ -58,6 +58,8 @@ class Breakdown(Document):
     """Exposed gradient reduction, shared parameters included."""
     optimizer_seconds: float
     bubble_seconds: float
+    offload_seconds: float = 0.0
+    """Activations on their way to the host and back; those of optimizer states count as the optimizer's."""
 
     @property
     def total_seconds(self) -> float:
@@ -81,6 +83,10 @@ class RankMemory(Document):
     """Sum of the above."""
     capacity_bytes: int
     """What the job may use of the device: its memory less the headroom."""
+    host_bytes: int = 0
+    """What one device keeps in its node's memory: offloaded activations and optimizer states."""
+    host_capacity_bytes: int | None = None
+    """This device's part of its node's memory; None: not known."""
 
 
 class Prediction(Document):
@@ -219,6 +225,9 @@ class PlanRequest(Document):
             for name, default in fields.items():
                 if document[part][name] == default:
                     del document[part][name]
+        for group in document["cluster"]["node_groups"]:
+            if group["host_memory_bytes"] is None:  # as in _LATER
+                del group["host_memory_bytes"]
         return digest(document)
 
 
