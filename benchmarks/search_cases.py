@@ -21,6 +21,7 @@ from tests import builders
 from tests.brute_force import Priced
 from tests.search.test_brute_force import answer, memory_of, tight_instances
 from tests.strategies import Instance
+from tests.validate.mixed import as_counted
 
 SEQUENCE_LENGTH = 4096
 MOST_BYTES = 1024**3
@@ -31,6 +32,10 @@ GROWTH_MODEL, GROWTH_SAMPLES = "llama-3.1-70b", 1024
 LAYERS_DEVICES = 64
 DIFFERENT_SECONDS, DIFFERENT_GAP = 10.0, 0.01
 DIFFERENT_DEVICES, DIFFERENT_EDGES = 64, 20
+GROUPS = ("h100-sxm5-80gb", "a100-sxm4-80gb", "a100-sxm4-40gb")
+NODES_OF_GROUP = 2
+COUNTED_FLOPS_PER_SECOND = 4e14
+"""At which different layers of so many seconds are counted, to be priced on several devices."""
 
 
 def small(count: int) -> list[Row]:
@@ -141,12 +146,29 @@ def different(layers: int) -> list[Row]:
     return [row]
 
 
+def different_groups(layers: int) -> list[Row]:
+    """Layers of which no two are alike, with skip edges, on three groups of different devices: all of it at once."""
+    row = _planned(
+        "skips",
+        f"{layers} different layers, {DIFFERENT_EDGES} skip edges, {len(GROUPS)} groups",
+        lambda: as_counted(different_layers(layers)),
+        group_cluster(),
+        256,
+        target=f"proven or gap <= {DIFFERENT_GAP:.0%} in {DIFFERENT_SECONDS:g} s",
+        limit=DIFFERENT_SECONDS,
+        meets=lambda made: made.is_within(DIFFERENT_GAP),
+        sequence_length=builders.SEQUENCE_LENGTH,
+    )
+    return [row]
+
+
 def different_layers(count: int) -> ModelProfile:
     """Layers with their own times, bytes and parameters, the same at every call; modes none and full."""
     draw = random.Random(count)
     drafts = [
         builders.Draft(
-            forward=draw.uniform(0.5e-3, 3e-3),
+            forward=(forward := draw.uniform(0.5e-3, 3e-3)),
+            flops=int(forward * COUNTED_FLOPS_PER_SECOND),
             backward_input=draw.uniform(0.5e-3, 3e-3),
             backward_weight=draw.uniform(0.5e-3, 3e-3),
             parameters=draw.randint(40_000_000, 400_000_000),
@@ -171,20 +193,26 @@ def different_cluster() -> Cluster:
     return builders.cluster(DIFFERENT_DEVICES, nodes=nodes, intra=intra, inter=inter, memory_bytes=80 * 10**9)
 
 
+def group_cluster() -> Cluster:
+    """Groups of different devices, two nodes of eight each."""
+    return Cluster(
+        node_groups=tuple(
+            NodeGroup(name=device, device=device, nodes=NODES_OF_GROUP, devices_per_node=DEVICES_PER_NODE)
+            for device in GROUPS
+        )
+    )
+
+
 def heterogeneous() -> list[Row]:
     """Three groups of different devices: planned, or refused in the planner's own words."""
-    groups = tuple(
-        NodeGroup(name=device, device=device, nodes=2, devices_per_node=DEVICES_PER_NODE)
-        for device in ("h100-sxm5-80gb", "a100-sxm4-80gb", "a100-sxm4-40gb")
-    )
     target = f"proven or gap <= {DIFFERENT_GAP:.0%} in {DIFFERENT_SECONDS:g} s"
-    name = f"{GROWTH_MODEL}, 3 groups of devices"
+    name = f"{GROWTH_MODEL}, {len(GROUPS)} groups of devices"
     try:
         row = _planned(
             "skips",
             name,
             lambda: counted_profile(GROWTH_MODEL, sequence_length=SEQUENCE_LENGTH),
-            Cluster(node_groups=groups),
+            group_cluster(),
             256,
             target=target,
             limit=DIFFERENT_SECONDS,
