@@ -13,6 +13,7 @@ from functools import cached_property
 from multiprocessing import get_context
 
 from planner.cli.replan import NodeReplanner, by_search, by_service
+from planner.executor.roster import Roster
 from planner.executor.weigh import Rebalanced
 from planner.spec import Infeasible, Plan, read
 
@@ -34,9 +35,9 @@ class PlannerApart:
         """Started by the first question: most ranks never ask."""
         return ProcessPoolExecutor(1, get_context("spawn"), _prepare, (self._path, self._address))
 
-    def for_nodes(self, devices: Sequence[int]) -> Plan | Infeasible:
+    def for_nodes(self, roster: Roster) -> Plan | Infeasible:
         """See `planner.executor.nodes.NodePlanner`."""
-        return self._pool.submit(_for_nodes, tuple(devices)).result()
+        return self._pool.submit(_for_nodes, roster).result()
 
     def busy_seconds(self, plan: Plan) -> tuple[float, ...]:
         """See `planner.executor.weigh.Rebalancer`."""
@@ -56,8 +57,8 @@ def _prepare(path: str, address: str | None) -> None:
     _PLANNERS.append(NodeReplanner(plan, by_search(plan) if address is None else by_service(plan, address)))
 
 
-def _for_nodes(devices: tuple[int, ...]) -> Plan | Infeasible:
-    return _PLANNERS[0].for_nodes(devices)
+def _for_nodes(roster: Roster) -> Plan | Infeasible:
+    return _PLANNERS[0].for_nodes(roster)
 
 
 def _busy_seconds(plan: Plan) -> tuple[float, ...]:

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, product
 from math import gcd
 from typing import Any
 
@@ -14,8 +15,9 @@ from planner.cli.inputs import profile_behind
 from planner.cli.rebalance import rebalanced
 from planner.cli.service import WAIT_SECONDS, exchange
 from planner.errors import PlannerError, RunError, UnsupportedError
+from planner.executor.roster import Roster, check_groups
 from planner.executor.weigh import Rebalanced
-from planner.spec import Cluster, Forecast, Infeasible, Job, ModelProfile, Options, Plan, parse
+from planner.spec import Cluster, Forecast, Infeasible, Job, ModelProfile, NodeGroup, Options, Plan, parse
 
 SEARCH_SECONDS = 20.0
 """For each number of devices: ranks stand still meanwhile."""
@@ -110,38 +112,32 @@ class Replanner(PlanRebalancer):
 class NodeReplanner(PlanRebalancer):
     """Plans for the nodes that are there; see `planner.executor.nodes.NodePlanner`.
 
-    Asked for are all of their devices, where the search can plan for unequal nodes; and equal parts of them: so many
-    nodes with so many devices each. Fewer may be faster, for a batch divides by 4 and not by 3. The most devices come
-    first, then those that share the largest divisor with the batch; after `PLANNING_SECONDS` the best so far is taken.
+    Asked for are all of their devices, and parts of them: of nodes of one kind equal ones, so many nodes with so many
+    devices each; of nodes of several kinds so many of every kind. Fewer may be faster, for a batch divides by 4 and not
+    by 3. The most devices come first, then those that share the largest divisor with the batch; after
+    `PLANNING_SECONDS` the best so far is taken.
 
     Args:
         plan: that the run began with.
         search: finds the plan of a cluster.
 
     Raises:
-        UnsupportedError: the plan's cluster has several kinds of nodes.
+        DocumentError: two node groups of different kinds have one name.
     """
 
     def __init__(self, plan: Plan, search: Search) -> None:
-        groups = plan.request.cluster.node_groups
-        kinds = [group.model_copy(update={"name": "", "nodes": 1, "devices_per_node": 1}) for group in groups]
-        if any(kind != kinds[0] for kind in kinds):
-            raise UnsupportedError(
-                "the plan's cluster has several kinds of nodes, and which of them are there is not known.",
-                field="request.cluster",
-                mend="plan for one kind of node, or run without --elastic.",
-            )
+        check_groups(plan.request.cluster)
         super().__init__(plan)
         self._cluster = plan.request.cluster
         self._batch = plan.request.job.global_batch_size
         self._search = search
 
-    def for_nodes(self, devices: Sequence[int]) -> Plan | Infeasible:
-        """The fastest plan on nodes with at most so many devices each."""
+    def for_nodes(self, roster: Roster) -> Plan | Infeasible:
+        """The fastest plan on these nodes, or on a part of them."""
         best: Plan | None = None
         first: Infeasible | None = None
         until = time.monotonic() + PLANNING_SECONDS
-        for nodes in self._candidates(devices):
+        for nodes in self._candidates(roster):
             if (best or first) and time.monotonic() > until:
                 break
             try:
@@ -154,27 +150,61 @@ class NodeReplanner(PlanRebalancer):
                 best = found
         return best or first or Infeasible(reasons=("there is no device.",))
 
-    def _candidates(self, devices: Sequence[int]) -> list[tuple[int, ...]]:
-        """What to ask for, in order; at least half of the devices, unless nothing larger is equal."""
-        there = sorted(devices, reverse=True)
-        equal = {(each,) * count for count, most in enumerate(there, 1) for each in range(1, most + 1)}
-        largest = max(map(sum, equal), default=0)
-        asked = {nodes for nodes in equal if 2 * sum(nodes) >= largest}
-        if len(set(there)) > 1:
-            asked.add(tuple(there))
-        most = max(map(sum, asked), default=0)
+    def _candidates(self, roster: Roster) -> list[Roster]:
+        """What to ask for, in order; at least half of the devices, unless nothing larger can be asked for."""
+        parts = _parts_of_kinds(roster) if len(set(roster.by_group)) > 1 else _equal_parts(roster)
+        sizes = {part: sum(part.devices) for part in parts}
+        asked = [part for part in parts if part.devices and 2 * sizes[part] >= max(sizes.values())]
+        whole = Roster.of_nodes(_sorted_nodes(roster))
+        if len(set(whole.devices)) > 1 and whole not in asked:
+            asked.append(whole)
+        most = max((sum(part.devices) for part in asked), default=0)
         return sorted(
-            asked, key=lambda nodes: (sum(nodes) < most, -gcd(sum(nodes), self._batch), -sum(nodes), len(nodes))
+            asked,
+            key=lambda part: (
+                sum(part.devices) < most,
+                -gcd(sum(part.devices), self._batch),
+                -sum(part.devices),
+                len(part.devices),
+            ),
         )
 
-    def _of(self, nodes: Sequence[int]) -> Cluster:
-        """A cluster of nodes with so many devices each."""
-        group = self._cluster.node_groups[0]
+    def _of(self, roster: Roster) -> Cluster:
+        """A cluster of these nodes."""
         groups = tuple(
-            group.model_copy(update={"nodes": nodes.count(each), "devices_per_node": each})
-            for each in sorted(set(nodes), reverse=True)
+            self._group(name).model_copy(update={"nodes": devices.count(each), "devices_per_node": each})
+            for name in dict.fromkeys(roster.by_group)
+            for devices in [roster.devices_of(name)]
+            for each in sorted(set(devices), reverse=True)
         )
         return self._cluster.model_copy(update={"node_groups": groups})
+
+    def _group(self, name: str) -> NodeGroup:
+        groups = self._cluster.node_groups
+        return next((group for group in groups if group.name == name), groups[0])
+
+
+def _sorted_nodes(roster: Roster) -> list[tuple[int, str]]:
+    """(devices, group) of every node: group by group, as they first come, the largest nodes first."""
+    return [(each, group) for group in dict.fromkeys(roster.by_group) for each in roster.devices_of(group)]
+
+
+def _equal_parts(roster: Roster) -> list[Roster]:
+    """So many nodes with so many devices each; of nodes of one kind."""
+    there = sorted(roster.devices, reverse=True)
+    group = roster.groups[:1]
+    equal = {(each,) * count for count, most in enumerate(there, 1) for each in range(1, most + 1)}
+    return [Roster(nodes, group * len(nodes)) for nodes in sorted(equal)]
+
+
+def _parts_of_kinds(roster: Roster) -> list[Roster]:
+    """So many nodes of every kind, those with most devices; a search leaves whole groups out by itself."""
+    kinds = [
+        [[(each, group) for each in devices[:count]] for count in range(len(devices), -1, -1)]
+        for group in dict.fromkeys(roster.by_group)
+        for devices in [roster.devices_of(group)]
+    ]
+    return [Roster.of_nodes(chain.from_iterable(nodes)) for nodes in product(*kinds)]
 
 
 def discovered_by(command: str) -> Callable[[], tuple[int, ...]]:

@@ -225,10 +225,12 @@ def _run_nodes(plan: Plan, model: str, arguments: argparse.Namespace) -> int:
     settings = _settings(model, arguments)
     if arguments.rendezvous is None:
         lines = elastic_commands(plan, settings, arguments)
-        words(f"start this command on each of {arguments.nodes} nodes; RENDEZVOUS is HOST:PORT of their store")
+        what = "this command" if len(lines) == 1 else "one of these commands"
+        words(f"start {what} on each of {arguments.nodes} nodes; RENDEZVOUS is HOST:PORT of their store")
         if len(lines) > 1:
-            words("\n".join(f"  {place}: on nodes of {count} devices" for place, count in enumerate(lines, 1)))
-        data(to_json({"commands": list(lines.values())}) if arguments.json else "\n".join(lines.values()))
+            words("\n".join(f"  {place}: {each}" for place, each in enumerate(lines, 1)))
+        texts = [each.text for each in lines]
+        data(to_json({"commands": texts}) if arguments.json else "\n".join(texts))
         return DONE
     measured, last_plan, is_first = train_nodes(plan, settings, arguments)
     return _tell(last_plan, measured, arguments, to_service=is_first)

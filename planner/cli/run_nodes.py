@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+from dataclasses import dataclass
 from typing import Any
 
 from planner.cli.arguments import add_option, positive_int, positive_seconds
@@ -19,7 +20,7 @@ from planner.executor.nodes import (
     elastic_folder,
     run_node,
 )
-from planner.executor.roster import KnownPlans
+from planner.executor.roster import ANY_GROUP, KnownPlans, group_of_node, kinds
 from planner.executor.settings import RunSettings
 from planner.spec import MeasuredRun, Plan
 
@@ -27,8 +28,8 @@ RANK = ("-m", "planner.cli.node_rank")
 NODES = re.compile(r"(\d+):(\d+)")
 ONE_NODE_ONLY = ("cooldown", "discover", "reference_steps")
 """Options of an elastic run on one node: with several, a lost rank's node begins anew with all of its devices."""
-NODES_ONLY = ("rendezvous", "run_id", "devices", "address", "last_call", "join", "heartbeat")
-PRINTED = ("run_id", "devices", "last_call", "join", "heartbeat", "planner", "restarts", "report", "metrics", "output")
+NODES_ONLY = ("rendezvous", "run_id", "group", "devices", "address", "last_call", "join", "heartbeat")
+PRINTED = ("run_id", "last_call", "join", "heartbeat", "planner", "restarts", "report", "metrics", "output")
 """Options besides the settings that the printed command has too; every node has an address of its own."""
 
 
@@ -51,6 +52,12 @@ def add_nodes(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--run-id", str, metavar="ID", help="with --nodes: the same on every node (default: the plan's)")
     add_option(
         parser, "--devices", positive_int, metavar="N", help="with --nodes: of this node (default: as in the cluster)"
+    )
+    parser.add_argument(
+        "--group",
+        metavar="NAME",
+        help="with --nodes: node group of the plan's cluster that this node is of (default: by its device, where "
+        "that tells; needed where the cluster has several kinds of nodes)",
     )
     parser.add_argument("--address", help="with --nodes: of this node, for the others (default: its name)")
     for name, seconds, text in (
@@ -91,14 +98,46 @@ def train_nodes(plan: Plan, settings: dict[str, Any], arguments: argparse.Namesp
     for path in (arguments.output, arguments.metrics):
         check_output(path)
     NodeReplanner(plan, by_search(plan))  # refuses what cannot be planned for, before anything starts
-    chosen, policy = RunSettings(**settings), _policy(plan, arguments)
+    cluster = plan.request.cluster
+    asks_device = arguments.group is None and len(kinds(cluster)) > 1 and arguments.device != "cpu"
+    group = group_of_node(cluster, arguments.group, _device_here() if asks_device else None)
+    chosen, policy = RunSettings(**settings), _policy(plan, group, arguments)
     measured, is_first = run_node(plan, chosen, policy, metrics=arguments.metrics, log=words)
     known = KnownPlans(elastic_folder(chosen, policy.run_id), plan)
     return measured, known.by_id(measured.plan_id) or plan, is_first
 
 
-def elastic_commands(plan: Plan, settings: dict[str, Any], arguments: argparse.Namespace) -> dict[int, str]:
-    """The shell command that every node starts, by its number of devices; RENDEZVOUS is for the shell to fill in."""
+def _device_here() -> str | None:
+    """Catalogue id of this node's first device; None: it is not known."""
+    import torch
+
+    from profiler.measure_device import match_catalogue
+
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(0)
+    known = match_catalogue(properties.name, properties.total_memory)
+    return None if known is None else known.id
+
+
+@dataclass(frozen=True, slots=True)
+class KindCommand:
+    """What to start on every node of one kind."""
+
+    group: str
+    """Name of their node group; `ANY_GROUP` where all nodes are of one kind."""
+    devices: int
+    """Of each."""
+    text: str
+    """Of the shell; RENDEZVOUS is for the shell to fill in."""
+
+    def __str__(self) -> str:
+        of = f" of {self.group}," if self.group else ""
+        return f"on nodes{of} of {self.devices} {'device' if self.devices == 1 else 'devices'}"
+
+
+def elastic_commands(plan: Plan, settings: dict[str, Any], arguments: argparse.Namespace) -> tuple[KindCommand, ...]:
+    """The command that every node of a kind starts."""
     from planner.cli.replan import NodeReplanner, by_search
 
     if arguments.plan == STDOUT:
@@ -111,15 +150,33 @@ def elastic_commands(plan: Plan, settings: dict[str, Any], arguments: argparse.N
     for name in PRINTED:
         if getattr(arguments, name) is not None:
             command += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
-    counts = [arguments.devices] if arguments.devices is not None else _devices(plan)
-    found = {}
-    for count in counts:
-        _policy(plan, argparse.Namespace(**{**vars(arguments), "devices": count}))  # refuses what makes no sense
-        devices = ["--devices", str(count)] if len(counts) > 1 else []
+    found = []
+    asked = _kinds_of_nodes(plan, arguments)
+    for group, count in asked:
+        _policy(plan, group, argparse.Namespace(**{**vars(arguments), "devices": count}))  # refuses what makes no sense
+        told = ["--group", group] if group else []
+        told += ["--devices", str(count)] if arguments.devices is not None or _sizes(asked, group) > 1 else []
         # The one word that the shell must expand stays unquoted.
-        found[count] = f'{shlex.join([*command, *devices])} --rendezvous "$RENDEZVOUS"'
+        found.append(KindCommand(group, count, f'{shlex.join([*command, *told])} --rendezvous "$RENDEZVOUS"'))
     elastic_folder(chosen, "")  # refuses a run without checkpoints
-    return found
+    return tuple(found)
+
+
+def _kinds_of_nodes(plan: Plan, arguments: argparse.Namespace) -> list[tuple[str, int]]:
+    """Node group and devices of the nodes that a command is for."""
+    cluster = plan.request.cluster
+    groups = [ANY_GROUP] if len(kinds(cluster)) == 1 else list(dict.fromkeys(each.name for each in cluster.node_groups))
+    if arguments.group is not None:
+        groups = [group_of_node(cluster, arguments.group, None)]
+    counts = {
+        group: [arguments.devices] if arguments.devices is not None else _devices(plan, group) for group in groups
+    }
+    return [(group, count) for group in groups for count in counts[group]]
+
+
+def _sizes(asked: list[tuple[str, int]], group: str) -> int:
+    """In how many sizes the nodes of a group come."""
+    return sum(name == group for name, _ in asked)
 
 
 def _spelt(settings: RunSettings) -> list[str]:
@@ -127,7 +184,7 @@ def _spelt(settings: RunSettings) -> list[str]:
     return ["--timeout" if word == "--timeout-seconds" else word for word in settings.to_arguments()]
 
 
-def _policy(plan: Plan, arguments: argparse.Namespace) -> NodesPolicy:
+def _policy(plan: Plan, group: str, arguments: argparse.Namespace) -> NodesPolicy:
     found = NODES.fullmatch(arguments.nodes)
     if found is None:
         raise DocumentError(f"{arguments.nodes!r} is no range.", field="--nodes", mend="give MIN:MAX, e.g. 2:4.")
@@ -136,7 +193,8 @@ def _policy(plan: Plan, arguments: argparse.Namespace) -> NodesPolicy:
         least=int(found[1]),
         most=int(found[2]),
         run_id=arguments.run_id or plan.id[:12],
-        devices=arguments.devices or _only(_devices(plan)),
+        devices=arguments.devices or _only(_devices(plan, group)),
+        group=group,
         ranks=(*RANK, *service),
         rendezvous=arguments.rendezvous or "",
         address=arguments.address,
@@ -147,9 +205,10 @@ def _policy(plan: Plan, arguments: argparse.Namespace) -> NodesPolicy:
     )
 
 
-def _devices(plan: Plan) -> list[int]:
-    """How many the nodes of the plan's cluster have."""
-    return sorted({group.devices_per_node for group in plan.request.cluster.node_groups}, reverse=True)
+def _devices(plan: Plan, group: str) -> list[int]:
+    """How many the nodes of a group have; `ANY_GROUP`: of the plan's cluster."""
+    groups = plan.request.cluster.node_groups
+    return sorted({each.devices_per_node for each in groups if group in (each.name, ANY_GROUP)}, reverse=True)
 
 
 def _only(devices: list[int]) -> int:

@@ -28,6 +28,7 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from planner.errors import PlannerError, RunError
 from planner.executor.failure import write_failure
 from planner.executor.rendezvous import BACKEND, GatedRendezvous, make_rendezvous
+from planner.executor.roster import ANY_GROUP
 from planner.executor.stopping import STOPPED
 
 MORE_THAN_ANY_RUN = 1_000_000
@@ -69,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Start the ranks of one node of an elastic run.")
     parser.add_argument("--nodes", required=True, help="MIN:MAX")
     parser.add_argument("--devices", type=int, required=True, help="ranks on this node")
+    parser.add_argument("--group", default=ANY_GROUP, help="node group of the plan's cluster that this node is of")
     parser.add_argument("--rendezvous", required=True, help="HOST:PORT of the store")
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--address", help="of this node, for the others")
@@ -91,6 +93,7 @@ def _config(options: argparse.Namespace) -> LaunchConfig:
         rdzv_backend=BACKEND,
         rdzv_configs={
             "devices": options.devices,
+            "group": options.group,
             "last_call_seconds": options.last_call,
             "join_seconds": options.join,
             "heartbeat_seconds": options.heartbeat,

@@ -68,7 +68,7 @@ class Agreement:
 
     def _tell_loss(self, launch: Row, end: Row | None, roster: Roster, kept: int) -> None:
         """What has become of the launch before."""
-        before, trained = Roster(tuple(launch["nodes"])), self._journal.trained()
+        before, trained = Roster(tuple(launch["nodes"]), tuple(launch.get("groups", ()))), self._journal.trained()
         lost = max(sum(before.devices) - sum(roster.devices), 0)
         figures = {
             "nodes_before": len(before.devices),
@@ -103,7 +103,7 @@ class Agreement:
 
     def _ask(self, roster: Roster) -> Plan:
         try:
-            found = self._planner.for_nodes(roster.devices)
+            found = self._planner.for_nodes(roster)
             refusal = why_not(found, roster)
         except PlannerError as error:
             refusal = str(error)

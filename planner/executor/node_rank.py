@@ -35,7 +35,7 @@ from planner.executor.journal import Journal
 from planner.executor.nodes import NodePlanner, elastic_folder
 from planner.executor.pilot import How, Moments, Pilot
 from planner.executor.rendezvous import BEGAN, ROUND, Board
-from planner.executor.roster import KnownPlans, Roster, seats
+from planner.executor.roster import ANY_GROUP, KnownPlans, Roster, seats
 from planner.executor.settings import RunSettings
 from planner.executor.stopping import STOPPED, StopRequest
 from planner.executor.torchrun import StepLine
@@ -98,6 +98,8 @@ class RankOptions:
     last_call_seconds: float
     failures: Path
     """Folder for word of errors."""
+    group: str = ANY_GROUP
+    """Of this node: see `planner.executor.nodes.NodesPolicy`."""
     metrics: Path | None = None
 
     @staticmethod
@@ -109,6 +111,7 @@ class RankOptions:
         parser.add_argument("--restarts", type=int, required=True, help="after lost nodes or ranks")
         parser.add_argument("--last-call", type=float, required=True, help="seconds that the rendezvous waits for more")
         parser.add_argument("--failures", type=Path, required=True, help="folder for word of errors")
+        parser.add_argument("--group", default=ANY_GROUP, help="node group of the plan's cluster that this node is of")
         parser.add_argument("--metrics", type=Path, help="where rank 0 writes one JSON line per step")
 
     @classmethod
@@ -119,6 +122,7 @@ class RankOptions:
             restarts=found.restarts,
             last_call_seconds=found.last_call,
             failures=found.failures,
+            group=found.group,
             metrics=found.metrics,
         )
 
@@ -210,8 +214,8 @@ class NodeRank:
         """Learn which nodes are there."""
         place = self._place
         if place.device == 0:
-            self._store.set(f"node/{place.node}", str(place.devices))
-        return Roster(tuple(int(self._store.get(f"node/{node}")) for node in range(place.nodes)))
+            self._store.set(f"node/{place.node}", json.dumps((place.devices, self._options.group)))
+        return Roster.of_nodes(json.loads(self._store.get(f"node/{node}")) for node in range(place.nodes))
 
     def _agree(self, roster: Roster) -> Plan:
         """The plan that the first rank chooses."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -23,8 +22,9 @@ from typing import Protocol
 from planner.errors import DocumentError, StoppedError
 from planner.executor.elastic import DEFAULT_RESTARTS
 from planner.executor.failure import read_failure
-from planner.executor.roster import Roster
+from planner.executor.roster import ANY_GROUP, Roster
 from planner.executor.settings import RunSettings
+from planner.executor.stopping import STOPPED
 from planner.executor.torchrun import Log, StepLine, environment, passing_on, started
 from planner.executor.weigh import Rebalancer
 from planner.spec.document import read
@@ -39,8 +39,8 @@ DEFAULT_HEARTBEAT_SECONDS = 5.0
 class NodePlanner(Rebalancer, Protocol):
     """Finds plans, for ranks that cannot: their command hands in a search of its own, or a client of a service."""
 
-    def for_nodes(self, devices: Sequence[int]) -> Plan | Infeasible:
-        """The fastest plan of the same job on nodes with at most so many devices each."""
+    def for_nodes(self, roster: Roster) -> Plan | Infeasible:
+        """The fastest plan of the same job on these nodes, or on a part of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +58,8 @@ class NodesPolicy:
     """The same on every node, and no other run's in the same store."""
     devices: int
     """Of this node."""
+    group: str = ANY_GROUP
+    """Name of this node's group in the plan's cluster; `ANY_GROUP` where all nodes are of one kind."""
     ranks: tuple[str, ...]
     """What every rank runs, after the interpreter: a module that calls `planner.executor.node_rank.run_rank`."""
     rendezvous: str
@@ -135,7 +137,8 @@ def run_node(
         folder = Path(name)
         (folder / "plan.json").write_text(plan.model_dump_json(by_alias=True), encoding="utf-8")
         command = _agent(folder, settings, policy, metrics)
-        log(f"run {policy.run_id}: {Roster((policy.devices,))} takes part; the one of rank 0 tells of the steps")
+        mine = Roster.of_nodes([(policy.devices, policy.group)])
+        log(f"run {policy.run_id}: {mine} takes part; the one of rank 0 tells of the steps")
         with (
             started(command, environment(plan, policy.devices), folder / "stderr.txt") as process,
             passing_on(process) as signals,
@@ -143,7 +146,7 @@ def run_node(
             assert process.stdout is not None
             for line in process.stdout:
                 on_line(line)
-        if signals:
+        if signals or process.returncode == STOPPED:
             raise StoppedError(
                 "this node was told to leave (SIGTERM), and did; the nodes that are left go on where it stopped.",
                 mend="start the command again to come back.",
@@ -158,6 +161,7 @@ def _agent(folder: Path, settings: RunSettings, policy: NodesPolicy, metrics: st
     options = {
         "nodes": f"{policy.least}:{policy.most}",
         "devices": policy.devices,
+        "group": policy.group,
         "rendezvous": policy.rendezvous,
         "run-id": policy.run_id,
         "address": policy.address,
@@ -169,6 +173,6 @@ def _agent(folder: Path, settings: RunSettings, policy: NodesPolicy, metrics: st
     given = [f"--{name}={value}" for name, value in options.items() if value is not None]
     ranks = [*policy.ranks, str(folder / "plan.json"), *settings.to_arguments()]
     ranks += ["--restarts", str(policy.restarts), "--last-call", str(policy.last_call_seconds)]
-    ranks += ["--rendezvous", policy.rendezvous, "--failures", str(folder)]
+    ranks += ["--rendezvous", policy.rendezvous, "--failures", str(folder), "--group", policy.group]
     ranks += [] if metrics is None else ["--metrics", str(metrics)]
     return [sys.executable, "-m", "planner.executor.agent", *given, "--", *ranks]

@@ -46,7 +46,7 @@ class Pilot:
 
     Args:
         name: of the launch, in the journal.
-        waiting: tells the devices of every node that waits at the gate.
+        waiting: tells the nodes that wait at the gate.
         meeting_seconds: that the nodes take to find each other, and to start their ranks.
     """
 
@@ -60,7 +60,7 @@ class Pilot:
         journal: Journal,
         moments: Moments,
         *,
-        waiting: Callable[[], tuple[int, ...]],
+        waiting: Callable[[], Roster],
         meeting_seconds: float,
         log: Log,
     ) -> None:
@@ -91,6 +91,7 @@ class Pilot:
             plan_id=plan.id,
             devices=len(plan.placement),
             nodes=self._roster.devices,
+            groups=self._roster.groups,
             first_step=first_step,
         )
 
@@ -123,9 +124,9 @@ class Pilot:
         return how, plan
 
     def _look_at_gate(self) -> None:
-        waiting = self._waiting() if self._may_pay() else ()
-        grown = Roster((*self._roster.devices, *waiting))
-        if not waiting:
+        waiting = self._waiting() if self._may_pay() else Roster(())
+        grown = self._roster + waiting
+        if not waiting.devices:
             self._grown = self._answer = None
         elif self._grown is None or grown.key != self._grown.key:
             self._grown = grown
@@ -139,7 +140,7 @@ class Pilot:
     def _ask(self, roster: Roster) -> Plan | Infeasible:
         known = self._known.find(roster)
         try:
-            return known if known is not None else self._planner.for_nodes(roster.devices)
+            return known if known is not None else self._planner.for_nodes(roster)
         except PlannerError as error:
             return Infeasible(reasons=(str(error),))
 

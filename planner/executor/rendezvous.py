@@ -6,8 +6,8 @@ other again as soon as its heartbeats stop, even where their ranks hang in a col
 
 What agents and ranks tell each other stands in the rendezvous' store, under ``planner/RUN/``:
 
-    devices/NODE     of every node's agent: how many devices it brings
-    waiting          devices of the nodes at the gate
+    brings/NODE      of every node's agent: how many devices it brings, and of which node group they are
+    waiting          the same of the nodes at the gate
     admitted/ROUND   the gate is open for those who wait in this round
     fatal            an error that would come again: no agent starts ranks any more
 
@@ -38,6 +38,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from planner.errors import DocumentError, PlannerError, Problem
 from planner.executor.failure import error_of, failure_report
+from planner.executor.roster import ANY_GROUP, Roster
 
 BACKEND = "planner"
 """Name in torchrun's registry of rendezvous."""
@@ -65,18 +66,19 @@ class Board:
         host, port = endpoint(address)
         return cls(TCPStore(host, port, is_master=False, timeout=timedelta(seconds=STORE_SECONDS)), run)
 
-    def bring(self, node: object, devices: int) -> None:
-        """A node brings so many devices."""
-        self._store.set(f"devices/{node}", str(devices))
+    def bring(self, node: object, devices: int, group: str = ANY_GROUP) -> None:
+        """A node of this group brings so many devices."""
+        self._store.set(f"brings/{node}", json.dumps((devices, group)))
 
     def tell_waiting(self, nodes: Sequence[object]) -> None:
         """These nodes wait at the gate."""
-        devices = [int(self._store.get(f"devices/{node}")) for node in nodes]
-        self._store.set("waiting", json.dumps(devices))
+        brought = [json.loads(self._store.get(f"brings/{node}")) for node in nodes]
+        self._store.set("waiting", json.dumps(brought))
 
-    def waiting(self) -> tuple[int, ...]:
-        """Devices of the nodes that wait."""
-        return tuple(json.loads(self._store.get("waiting"))) if self._store.check(["waiting"]) else ()
+    def waiting(self) -> Roster:
+        """The nodes that wait."""
+        brought = json.loads(self._store.get("waiting")) if self._store.check(["waiting"]) else ()
+        return Roster.of_nodes(brought)
 
     def admit(self, number: int, *, yes: bool = True) -> None:
         """Open the gate in this round, or close it again."""
@@ -104,6 +106,7 @@ class GatedRendezvous(DynamicRendezvousHandler):
 
     board: Board
     devices: int
+    group: str
     members: frozenset[_NodeDesc] = frozenset()
     """Of the round at hand."""
     told: tuple[str, ...] = ()
@@ -120,7 +123,7 @@ class GatedRendezvous(DynamicRendezvousHandler):
             PlannerError: the run has ended by an error.
         """
         self.board.refuse_ended()
-        self.board.bring(self._this_node, self.devices)
+        self.board.bring(self._this_node, self.devices, self.group)
         found = super().next_rendezvous()
         state = self._state_holder.state
         self.members = frozenset(state.participants)
@@ -154,7 +157,8 @@ def make_rendezvous(parameters: RendezvousParameters) -> GatedRendezvous:
     """For torchrun's registry.
 
     Args:
-        parameters: with ``devices`` of this node, ``last_call_seconds``, ``join_seconds`` and ``heartbeat_seconds``.
+        parameters: with ``devices`` and ``group`` of this node, ``last_call_seconds``, ``join_seconds`` and
+            ``heartbeat_seconds``.
     """
     backend, store = create_backend(parameters)
     settings: dict[str, Any] = parameters.config
@@ -173,7 +177,7 @@ def make_rendezvous(parameters: RendezvousParameters) -> GatedRendezvous:
     )
     assert isinstance(handler, GatedRendezvous)
     handler.board = Board(store, parameters.run_id)
-    handler.devices = settings["devices"]
+    handler.devices, handler.group = settings["devices"], settings["group"]
     return handler
 
 

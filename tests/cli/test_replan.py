@@ -9,8 +9,10 @@ import pytest
 
 from api.settings import Settings
 from planner.cli.replan import NodeReplanner, Replanner, by_search, by_service, discovered_by
-from planner.errors import RunError, UnsupportedError
-from planner.spec import Cluster, Infeasible, Plan, read
+from planner.errors import DocumentError, RunError, UnsupportedError
+from planner.executor.roster import Roster
+from planner.spec import Cluster, Infeasible, NodeGroup, Plan, read
+from planner.spec.cluster import DeviceSpec
 from tests.api.live import running
 from tests.cli.support import Command, tiny_cluster
 
@@ -88,27 +90,54 @@ def test_the_best_of_the_nodes_that_are_left(planner: Command, plan_path: Path) 
         predicted = plan.prediction.model_copy(update={"step_seconds": seconds})
         return plan.model_copy(update={"id": str(asked[-1]), "prediction": predicted})
 
-    best = NodeReplanner(plan, search).for_nodes((2, 4))
+    best = NodeReplanner(plan, search).for_nodes(Roster((2, 4)))
     assert asked == [(4, 2), (4,), (2, 2), (2,), (1, 1), (3,)]
     assert isinstance(best, Plan)
     assert best.id == "(4,)"
-    assert NodeReplanner(plan, lambda cluster: Infeasible(reasons=(str(cluster.devices),))).for_nodes((3, 3)) == (
-        Infeasible(reasons=("6",))
-    )
+    nothing = NodeReplanner(plan, lambda cluster: Infeasible(reasons=(str(cluster.devices),)))
+    assert nothing.for_nodes(Roster((3, 3))) == Infeasible(reasons=("6",))
 
 
-def test_kinds_of_nodes_must_be_alike(planner: Command, plan_path: Path) -> None:
-    """Else nobody knows which of them have come."""
+def of_groups(plan: Plan, *groups: NodeGroup) -> Plan:
+    """The plan, of another cluster."""
+    cluster = Cluster(node_groups=groups)
+    return plan.model_copy(update={"request": plan.request.model_copy(update={"cluster": cluster})})
+
+
+def test_nodes_of_several_kinds_are_asked_for_as_they_came(planner: Command, plan_path: Path) -> None:
+    """Each by its own node group, then fewer of each; what fits on neither half nor more is not asked for."""
     plan = read(Plan, plan_path)
     (group,) = plan.request.cluster.node_groups
-    for other, fits in (({"devices_per_node": 1}, True), ({"device": "h100-sxm5-80gb"}, False)):
-        cluster = Cluster(node_groups=(group, group.model_copy(update=other)))
-        mixed = plan.model_copy(update={"request": plan.request.model_copy(update={"cluster": cluster})})
-        if fits:
-            NodeReplanner(mixed, by_search(mixed))
-            continue
-        with pytest.raises(UnsupportedError, match="several kinds of nodes"):
-            NodeReplanner(mixed, by_search(mixed))
+    old = group.model_copy(update={"name": "old", "nodes": 2, "devices_per_node": 4})
+    new = old.model_copy(update={"name": "new", "device": "h100-sxm5-80gb"})
+    asked: list[list[tuple[str, str | None, int, int]]] = []
+
+    def search(cluster: Cluster) -> Plan | Infeasible:
+        devices = [None if isinstance(each.device, DeviceSpec) else each.device for each in cluster.node_groups]
+        asked.append(
+            [
+                (each.name, device, each.nodes, each.devices_per_node)
+                for each, device in zip(cluster.node_groups, devices, strict=True)
+            ]
+        )
+        return Infeasible(reasons=("no",))
+
+    replanner = NodeReplanner(of_groups(plan, new, old), search)
+    replanner.for_nodes(Roster((4, 2, 4), ("old", "old", "new")))
+    name = "h100-sxm5-80gb"
+    assert asked[0] == [("old", None, 1, 4), ("old", None, 1, 2), ("new", name, 1, 4)]
+    assert asked[1:] == [[("old", None, 1, 4), ("new", name, 1, 4)], [("old", None, 1, 4), ("old", None, 1, 2)]]
+
+
+def test_nodes_tell_their_group_by_its_name(planner: Command, plan_path: Path) -> None:
+    """So that names of different devices must differ; equal nodes may share one."""
+    plan = read(Plan, plan_path)
+    (group,) = plan.request.cluster.node_groups
+    alike = of_groups(plan, group, group.model_copy(update={"devices_per_node": 1}))
+    NodeReplanner(alike, by_search(alike))
+    mixed = of_groups(plan, group, group.model_copy(update={"device": "h100-sxm5-80gb"}))
+    with pytest.raises(DocumentError, match="names node groups of different devices"):
+        NodeReplanner(mixed, by_search(mixed))
 
 
 def test_devices_are_discovered_by_a_command() -> None:

@@ -252,6 +252,25 @@ def test_nodes_of_other_sizes_have_a_command_of_their_own(
     assert len(planner("run", path, *NODES, "--devices", "2").out.splitlines()) == 1
 
 
+def test_nodes_of_other_kinds_have_a_command_of_their_own(
+    planner: Command, two_node_plan: Path, tmp_path: Path
+) -> None:
+    """It tells their node group; where a device cannot tell it, a node must be told."""
+    plan = json.loads(two_node_plan.read_text())
+    (group,) = plan["request"]["cluster"]["node_groups"]
+    fast = {**group, "name": "fast", "inter_node": {"latency_seconds": 0.001, "bandwidth_bytes_per_second": 1e9}}
+    plan["request"]["cluster"]["node_groups"] = [fast, {**group, "name": "slow", "devices_per_node": 4}]
+    path = tmp_path / "kinds.json"
+    path.write_text(json.dumps(plan))
+    ended = planner("run", path, *NODES)
+    assert [line.partition("--group ")[2].split()[0] for line in ended.out.splitlines()] == ["fast", "slow"]
+    assert "1: on nodes of fast, of 1 device\n  2: on nodes of slow, of 4 devices" in ended.err
+    (line,) = planner("run", path, *NODES, "--group", "slow", "--devices", "2").out.splitlines()
+    assert "--group slow --devices 2" in line
+    assert "give this node's: fast or slow" in planner("run", path, *NODES, "--rendezvous", "h:1").err
+    assert "no node group 'other'" in planner("run", path, *NODES, "--group", "other").err
+
+
 def ended_line(planner: Command, plan: Path) -> str:
     """The command without further options."""
     return planner("run", plan, *NODES).out.strip()

@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from planner.errors import DocumentError, PlannerError, RunError
+from planner.errors import DocumentError, MismatchError, PlannerError, RunError
 from planner.executor import agreement as agreement_module
 from planner.executor.agent import explain
 from planner.executor.agreement import Agreement
@@ -27,11 +27,12 @@ from planner.executor.node_rank import has_lost_others
 from planner.executor.nodes import NodesPolicy, elastic_folder
 from planner.executor.pilot import Moments, Pilot
 from planner.executor.rendezvous import Board, GatedRendezvous, endpoint, make_rendezvous
-from planner.executor.roster import KnownPlans, Roster, seats
+from planner.executor.roster import ANY_GROUP, KnownPlans, Roster, group_of_node, seats
 from planner.executor.settings import RunSettings
 from planner.executor.torchrun import StepLine
 from planner.executor.weigh import Pace, Rebalanced
 from planner.spec import Infeasible, Plan
+from planner.spec.cluster import DeviceSpec
 from tests.executor.plans import make_plan
 from tests.torchrun.node_rank import on_nodes
 
@@ -47,10 +48,10 @@ class Planner:
         self.asked: list[tuple[int, ...]] = []
         self.refuses = refuses
 
-    def for_nodes(self, devices: Sequence[int]) -> Plan | Infeasible:
+    def for_nodes(self, roster: Roster) -> Plan | Infeasible:
         """All devices."""
-        self.asked.append(tuple(devices))
-        return Infeasible(reasons=("too large",)) if self.refuses else plan_of(*sorted(devices, reverse=True))
+        self.asked.append(roster.devices)
+        return Infeasible(reasons=("too large",)) if self.refuses else plan_of(*sorted(roster.devices, reverse=True))
 
     def busy_seconds(self, plan: Plan) -> tuple[float, ...]:
         """All ranks alike."""
@@ -80,6 +81,45 @@ def test_every_device_knows_its_rank() -> None:
         "2 nodes of 4 devices",
         "3 nodes of 4, 2 and 1 devices",
     ]
+
+
+def of_kinds(plan: Plan) -> Plan:
+    """The plan, whose nodes are of a kind each: `a`, then `b`."""
+    cluster = plan.request.cluster
+    groups = [
+        group.model_copy(update={"name": name, "device": DeviceSpec(id=name, memory_bytes=1 << 30)})
+        for group, name in zip(cluster.node_groups, "ab", strict=True)
+    ]
+    cluster = cluster.model_copy(update={"node_groups": tuple(groups)})
+    return plan.model_copy(update={"request": plan.request.model_copy(update={"cluster": cluster})})
+
+
+def test_every_kind_of_node_plays_its_own_part() -> None:
+    """However the nodes found each other, and whichever has more devices."""
+    plan = of_kinds(plan_of(2, 1))
+    assert Roster.of(plan.request.cluster) == Roster((2, 1), ("a", "b"))
+    assert seats(plan, Roster((4, 2), ("b", "a"))) == {(1, 0): 0, (1, 1): 1, (0, 0): 2}
+    assert seats(plan, Roster((4, 1, 2), ("b", "a", "a"))) == {(2, 0): 0, (2, 1): 1, (0, 0): 2}
+    assert seats(plan, Roster((2, 2), ("a", "a"))) is None, "no node of the other kind has come"
+    assert seats(plan, Roster((1, 4), ("a", "b"))) is None
+    both = Roster((1, 1, 4), ("b", "a", "a"))
+    assert both.key == Roster((4, 1, 1), ("a", "b", "a")).key == "a.4-a.1-b.1"
+    assert str(both) == "2 a nodes of 4 and 1 devices and 1 b node of 1 device"
+    assert Roster((8,), ("x-4/8",)).key == "x%2D4%2F8.8"
+    assert Roster((2,), ("a",)) + Roster((1,), ("b",)) == Roster((2, 1), ("a", "b"))
+    assert Roster((2,)) + Roster(()) == Roster((2,))
+
+
+def test_a_node_knows_its_group() -> None:
+    """As it was told, or by its device; equal nodes need no telling."""
+    cluster = of_kinds(plan_of(2, 1)).request.cluster
+    assert group_of_node(cluster, "a", None) == group_of_node(cluster, None, "a") == "a"
+    assert group_of_node(plan_of(2, 1).request.cluster, None, None) == ANY_GROUP
+    with pytest.raises(MismatchError, match=r"no node group 'c'.*give a or b"):
+        group_of_node(cluster, "c", "a")
+    for device in (None, "c"):
+        with pytest.raises(DocumentError, match="give this node's: a or b"):
+            group_of_node(cluster, None, device)
 
 
 def test_plans_are_known_again(tmp_path: Path) -> None:
@@ -193,7 +233,7 @@ def pilot_of(
     """A pilot of a run on two nodes, with a checkpoint after every fourth step."""
     journal, pace = Journal(folder / "journal.jsonl"), Pace(plan_of(1, 1), 0)
     known, moments = KnownPlans(folder / "plans", plan_of(1)), Moments(steps, 4)
-    told: dict[str, Any] = {"waiting": lambda: waiting[0], "meeting_seconds": 7.0, "log": lambda line: None}
+    told: dict[str, Any] = {"waiting": lambda: Roster(waiting[0]), "meeting_seconds": 7.0, "log": lambda line: None}
     pilot = Pilot("0.0", pace, Roster((1, 1)), planner, known, journal, moments, **told)
     pilot.begin(0)
     return pilot, journal
@@ -269,7 +309,13 @@ def test_only_lost_peers_are_worth_another_try() -> None:
 
 def rendezvous(store: TCPStore, number: int, devices: int) -> GatedRendezvous:
     """Of a node of a run of two to three."""
-    settings = {"devices": devices, "last_call_seconds": 1, "join_seconds": 30, "heartbeat_seconds": 1}
+    settings = {
+        "devices": devices,
+        "group": "g" * (number == 3),
+        "last_call_seconds": 1,
+        "join_seconds": 30,
+        "heartbeat_seconds": 1,
+    }
     return make_rendezvous(
         RendezvousParameters(
             "planner", f"127.0.0.1:{store.port}", "gate", 2, 3, f"127.0.0.{number}", is_host=False, **settings
@@ -297,7 +343,11 @@ def test_nodes_wait_at_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
         joined = [pool.submit(each.next_rendezvous) for each in (first, second)]
         assert {each.result(30).world_size for each in joined} == {2}
         late = pool.submit(third.next_rendezvous)
-        wait_for(lambda: (first.num_nodes_waiting(), second.num_nodes_waiting(), board.waiting()) == (0, 0, (3,)))
+        wait_for(
+            lambda: (
+                (first.num_nodes_waiting(), second.num_nodes_waiting(), board.waiting()) == (0, 0, Roster((3,), ("g",)))
+            )
+        )
         board.admit(0)
         wait_for(lambda: first.num_nodes_waiting() == second.num_nodes_waiting() == 1)
         board.admit(0, yes=False)

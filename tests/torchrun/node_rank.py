@@ -14,6 +14,7 @@ import torch
 
 from planner.executor.loss import next_token
 from planner.executor.node_rank import RankOptions, run_rank
+from planner.executor.roster import Roster
 from planner.executor.settings import RunSettings
 from planner.executor.weigh import Rebalanced
 from planner.spec import Infeasible, Plan, read
@@ -42,7 +43,7 @@ class Rebalancer:
         options["schedule"] = "interleaved-1f1b"
         self.begin, self.after = (make_plan(layers, sizes, **options) for sizes in ((2, 2, 1, 1), (1, 1, 3, 1)))
 
-    def for_nodes(self, devices: Sequence[int]) -> Plan | Infeasible:
+    def for_nodes(self, roster: Roster) -> Plan | Infeasible:
         """It is not asked."""
         return Infeasible(reasons=("there is none",))
 
@@ -90,9 +91,9 @@ class Planner:
             for devices, seconds in PREDICTED_SECONDS.items()
         }
 
-    def for_nodes(self, devices: Sequence[int]) -> Plan | Infeasible:
+    def for_nodes(self, roster: Roster) -> Plan | Infeasible:
         """One of them."""
-        return self.plans[tuple(sorted(devices, reverse=True))]
+        return self.plans[tuple(sorted(roster.devices, reverse=True))]
 
     def busy_seconds(self, plan: Plan) -> tuple[float, ...]:
         """It does not know."""
