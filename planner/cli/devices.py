@@ -12,7 +12,7 @@ from planner.cli.units import gibibytes, percent, scaled
 from planner.cost.compute import matmul_fraction
 from planner.errors import SpecError
 from planner.spec import DeviceSpec, Link, ScaleUp, read
-from planner.spec.calibration import ANY, OURS, constants_for, shipped
+from planner.spec.calibration import ANY, OURS, Constants, constants_for, shipped
 from planner.spec.devices import CatalogueDevice, catalogue, find_entry, link_within
 from planner.spec.profile import Operation
 
@@ -84,36 +84,33 @@ def _sheet(spec: DeviceSpec, architecture: str) -> str:
 
 
 def _efficiency(spec: DeviceSpec, architecture: str) -> str:
-    """A column per curve of `_curves`, and what each stands on."""
-    curves = tuple(_curves(spec, architecture))
-    header = ("product, m = n = k", *(curve["runs_of"] for curve in curves))
-    rows = [(str(size), *(percent(curve["fractions"][str(size)]) for curve in curves)) for size in MATRIX_SIZES]
-    told = [f"{curve['runs_of']}: {curve['source']}" for curve in curves]
-    return "assumed of the peak:\n\n" + "\n".join((table(header, rows, left=()), "", *told))
+    """What large and small products reach, and what that stands on."""
+    curve = _curve(spec, architecture)
+    rows = [(str(size), percent(curve["fractions"][str(size)])) for size in MATRIX_SIZES]
+    head = ("product, m = n = k", "of the peak")
+    return "\n".join(("assumed:\n", table(head, rows, left=()), "", curve["source"]))
 
 
-def _curves(spec: DeviceSpec, architecture: str) -> Iterator[dict[str, Any]]:
-    """What the cost model takes matrix products to reach of the peak, by size, equation (K1): in plans for our own
-    executor, and in predictions of other frameworks' runs, where those of this architecture were fitted."""
-    fitted = {one.framework: one for one in shipped() if one.architecture == architecture}
-    for name, framework in ((OURS, OURS), ("other frameworks", ANY)):
-        constants = constants_for(framework, architecture)
-        has_fit = framework in fitted and constants.matmul_edge > 0
-        if not has_fit and framework == ANY:
-            continue
-        source = f"fitted; {fitted[framework].source}" if has_fit else _untold(spec)
-        fractions = {str(size): matmul_fraction(_product(size), spec, constants) for size in MATRIX_SIZES}
-        yield {"runs_of": name, "source": source, "fractions": fractions}
+def _curve(spec: DeviceSpec, architecture: str) -> dict[str, Any]:
+    """What the cost model takes matrix products to reach of the peak, by size: equation (K1)."""
+    constants = constants_for(OURS, architecture)
+    fractions = {str(size): matmul_fraction(_product(size), spec, constants) for size in MATRIX_SIZES}
+    return {"source": _told(spec, architecture, constants), "fractions": fractions}
+
+
+def _told(spec: DeviceSpec, architecture: str, constants: Constants) -> str:
+    """Where the curve comes from."""
+    if not constants.matmul_edge:
+        return f"the best matrix product's for all sizes ({spec.sources.get('achievable_fraction', 'as told')})"
+    fitted = {one.architecture: one for one in shipped() if one.framework == ANY and one.constants.matmul_edge}
+    if architecture in fitted:
+        return f"fitted to runs of all frameworks on {architecture}; {fitted[architecture].source}"
+    return f"nobody measured runs on {architecture}: the median of {', '.join(sorted(fitted))}"
 
 
 def _product(size: int) -> Operation:
     """Of two square matrices."""
     return Operation(kind="matmul", count=1, flops=2 * size**3, bytes=0, m=size, n=size, k=size)
-
-
-def _untold(spec: DeviceSpec) -> str:
-    source = spec.sources.get("achievable_fraction", "the device's document")
-    return f"the best matrix product's for all sizes, as none was fitted ({source})"
 
 
 def _figures(spec: DeviceSpec) -> Iterator[tuple[str, str, str]]:
@@ -162,6 +159,6 @@ def _document(device: CatalogueDevice) -> dict[str, Any]:
         "scale_up_link": device.scale_up_link,
         "intra_node": device.intra_node.model_dump(mode="json"),
         "inter_node": device.inter_node.model_dump(mode="json") if device.inter_node else None,
-        "matrix_products": list(_curves(device.spec, device.architecture)),
+        "matrix_products": _curve(device.spec, device.architecture),
         "confidence": device.confidence,
     }

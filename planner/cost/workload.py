@@ -79,6 +79,12 @@ class Workload:
         kept = headroom * self.device.memory_bytes if headroom < 1 else headroom
         return int(self.device.memory_bytes - kept)
 
+    @property
+    def host_capacity_bytes(self) -> int | None:
+        """A device's part of its node's memory (O8); None: not known. The job's headroom is one of devices."""
+        group = self.cluster.node_groups[0]
+        return None if group.host_memory_bytes is None else group.host_memory_bytes // group.devices_per_node
+
     @cached_property
     def rows(self) -> dict[tuple[int, int], tuple[dict[RecomputeMode, Measurement], ...]]:
         """By (micro-batch size, tensor-parallel degree): every layer's measurements by recompute mode.
@@ -202,7 +208,12 @@ def _on_group(
     intra_node, inter_node = links_of(group, field=field, is_alone=len(cluster.node_groups) == 1)
     known = catalogue().get(device.id)
     traits = find_framework(framework) if isinstance(framework, str) else framework
-    constants = constants or constants_for(traits.name, known.architecture if known else "")
+    constants = constants or constants_for(
+        traits.name,
+        known.architecture if known else "",
+        tells_intra_node=group.intra_node is not None,
+        tells_inter_node=group.inter_node is not None,
+    )
     result = Workload(
         profile=profile,
         cluster=cluster.model_copy(update={"node_groups": (group,)}),

@@ -20,6 +20,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from planner.errors import DocumentError
@@ -82,6 +83,21 @@ DEFAULT = Constants()
 ANY = "*"
 """The framework of constants that stand for all others."""
 OURS = "planner"
+KERNELS = (
+    "matmul_fraction",
+    "matmul_edge",
+    "unaligned_fraction",
+    "memory_fraction",
+    "softmax_fraction",
+    "attention_fraction",
+    "attention_backward",
+    "memory_backward",
+)
+"""Constants of matrix products, attention and memory-bound kernels: the same libraries, whoever calls them."""
+INTRA_NODE = ("ring_copies", "intra_node_fraction")
+"""Of collectives inside a node, against the data sheet of its links."""
+INTER_NODE = ("rail_fraction", "inter_node_fraction")
+"""Of collectives between nodes, likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,21 +112,39 @@ class Calibration:
     source: str
 
 
-def constants_for(framework: str, architecture: str, calibrations: tuple[Calibration, ...] | None = None) -> Constants:
+def constants_for(
+    framework: str,
+    architecture: str,
+    calibrations: tuple[Calibration, ...] | None = None,
+    *,
+    tells_intra_node: bool = False,
+    tells_inter_node: bool = False,
+) -> Constants:
     """The fitted constants of a framework on an architecture, else of that architecture, else the defaults.
 
-    Our own executor takes what was fitted to its own runs, or the defaults: what others' runtimes cost besides kernels
-    and links is not its.
+    Our own executor takes what was fitted to its own runs. Where there are none, it runs the kernels and links that all
+    others run (`KERNELS`, `INTRA_NODE`, `INTER_NODE`): those of the architecture, or the median of all where nobody
+    measured it; what others' runtimes cost besides is not its.
 
     Args:
         framework: name of `planner.spec.frameworks`.
-        architecture: of the device catalogue, such as ``Ampere``.
+        architecture: of the device catalogue, such as ``Ampere``; "" is a device of the user's own, whose figures stand
+            as they are.
         calibrations: None: those that come with the package.
+        tells_intra_node: the cluster tells this link, whose figures stand as they are.
+        tells_inter_node: likewise.
     """
     known = shipped() if calibrations is None else calibrations
     table = {(one.framework, one.architecture): one.constants for one in known}
-    own, shared = (framework, architecture), (ANY, architecture)
-    return table.get(own) or (DEFAULT if framework == OURS else table.get(shared, DEFAULT))
+    own, shared = (framework, architecture), table.get((ANY, architecture), DEFAULT)
+    if own in table or framework != OURS:
+        return table.get(own, shared)
+    timed = [one for (name, _), one in table.items() if name == ANY and one.matmul_edge]
+    if not (architecture and timed):
+        return DEFAULT
+    names = KERNELS + (() if tells_intra_node else INTRA_NODE) + (() if tells_inter_node else INTER_NODE)
+    sources = [shared] if shared.matmul_edge else timed
+    return replace(DEFAULT, **{name: median(getattr(one, name) for one in sources) for name in names})
 
 
 @cache

@@ -91,7 +91,12 @@ def _used_group(
     used = whole.model_copy(update={"nodes": len(ranks) or whole.nodes, "devices_per_node": devices})
     device = find_device(whole.device, field=f"{field}.device")
     known = catalogue().get(device.id)
-    fitted = constants or constants_for("planner", known.architecture if known else "")
+    fitted = constants or constants_for(
+        "planner",
+        known.architecture if known else "",
+        tells_intra_node=whole.intra_node is not None,
+        tells_inter_node=whole.inter_node is not None,
+    )
     intra_node, inter_node = links_of(used, field=field, is_alone=is_alone)
     links = LinkPair(
         _slowed(intra_node, fitted.intra_node_fraction),

@@ -7,16 +7,26 @@ import pytest
 from planner.cost import layout_costs, workload
 from planner.cost.groups import groups_of
 from planner.search import plan_layout
-from planner.spec import Cluster, Layout, NodeGroup, Plan, PredictionLayout
+from planner.spec import Cluster, Layout, Link, NodeGroup, Plan, PredictionLayout
 from planner.spec.profile import ModelProfile
 from planner.validate import check
 from tests.builders import job, layer, profile, request
 
 RACK = "gb200-nvl72-186gb"
 BYTES = 10**9
-TWO_RACKS = Cluster(node_groups=(NodeGroup(device=RACK, nodes=36, devices_per_node=4),))
 NVLINK, NETWORK = 900e9, 50e9
-"""Bytes per second, of the catalogue."""
+"""Bytes per second."""
+TWO_RACKS = Cluster(
+    node_groups=(
+        NodeGroup(
+            device=RACK,
+            nodes=36,
+            devices_per_node=4,
+            intra_node=Link(latency_seconds=4e-6, bandwidth_bytes_per_second=NVLINK),
+            inter_node=Link(latency_seconds=1.2e-5, bandwidth_bytes_per_second=NETWORK),
+        ),
+    )
+)
 
 
 def model(degree: int = 8) -> ModelProfile:
