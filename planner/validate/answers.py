@@ -9,6 +9,7 @@ from planner.spec.plan import ParetoPoint, Plan
 from planner.validate.facts import Facts
 from planner.validate.findings import Findings
 from planner.validate.memory import largest_capacity_bytes
+from planner.validate.offload import check_offload_of
 from planner.validate.proof import check_devices
 from planner.validate.stages import check_batch
 
@@ -56,6 +57,7 @@ def _check_pareto(plan: Plan, facts: Facts, findings: Findings) -> None:
     for position, point in enumerate(plan.pareto):
         where = f"pareto[{position}]"
         check_batch(f"{where}.micro_batches: samples per step", point.layout, point.micro_batches, facts, findings)
+        check_offload_of(point.layout, f"{where}.layout", findings)
         findings.equal(f"{where}.devices", point.devices, point.layout.devices)
         findings.equal(f"{where}.layers_per_stage: layers", sum(point.layers_per_stage), len(facts.profile.layers))
         stages = point.layout.pipeline_parallel_degree * point.layout.virtual_stages_per_rank

@@ -1,4 +1,7 @@
-"""Bytes of every pipeline rank, recomputed from the actions and the prices of the layers: equations (M1) to (M5)."""
+"""Bytes of every pipeline rank, recomputed from the actions and the prices of the layers: equations (M1) to (M4).
+
+What is offloaded changes them by (O2) to (O4) and (O6) to (O8) of `planner.validate.offload`.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from planner.spec.devices import find_device
 from planner.spec.plan import RankMemory
 from planner.spec.profile import RecomputeMode
 from planner.validate.facts import Facts
+from planner.validate.offload import host_capacity_bytes
 from planner.validate.prices import LayerPrice, Prices, StateBytes
 
 RESERVED_BYTES = 1_600_000_000
@@ -43,20 +47,25 @@ class MemoryCheck:
     held: Mapping[int, int]
     """Units by stage of the rank."""
 
-    def row(self, rank: int) -> RankMemory:
-        """What a plan promises of this rank."""
+    def row(self, rank: int, saved_on_host_bytes: int) -> RankMemory:
+        """What a plan promises of this rank, whose host has so many bytes of activations at its own crest."""
         facts, state, device = self.prices.facts, self._state(), self.prices.site.group.device
-        reserved = device.reserved_bytes
+        reserved, is_offloaded = device.reserved_bytes, facts.layout.optimizer_offload
         parts = {
             "parameters_bytes": state.parameters,
             "gradients_bytes": state.gradients,
-            "optimizer_bytes": state.optimizer,
+            "optimizer_bytes": 0 if is_offloaded else state.optimizer,
             "activations_bytes": self._activations(),
             "temporary_bytes": self._temporary(),
             "reserved_bytes": RESERVED_BYTES if reserved is None else reserved,
         }
         return RankMemory(
-            pipeline_rank=rank, **parts, peak_bytes=sum(parts.values()), capacity_bytes=capacity_bytes(facts, device)
+            pipeline_rank=rank,
+            **parts,
+            peak_bytes=sum(parts.values()),
+            capacity_bytes=capacity_bytes(facts, device),
+            host_bytes=saved_on_host_bytes + (state.optimizer if is_offloaded else 0),
+            host_capacity_bytes=host_capacity_bytes(self.prices.site.group),
         )
 
     def _layers(self, stage: int) -> list[LayerPrice]:
@@ -75,35 +84,46 @@ class MemoryCheck:
 
     def _activations(self) -> int:
         """Equation (M2): what is held in flight, and the receive buffers of the stage that receives most."""
-        chunks, outputs = self.prices.facts.layout.sequence_chunks, self._outputs
-        between = [0, *outputs[:-1], 0]
-        received = max(between[stage] + between[stage + 1] for stage in self.held)
+        chunks, received = self.prices.facts.layout.sequence_chunks, self._received
+        received_bytes = max(received[stage] + received[stage + 1] for stage in self.held)
         keys = sum(price.attention_bytes for stage in self.held for price in self._layers(stage)) if chunks > 1 else 0
-        return self.in_flight_bytes() + RECEIVE_BUFFERS * math.ceil(Fraction(received, chunks)) + keys
+        return self.in_flight_bytes() + RECEIVE_BUFFERS * math.ceil(Fraction(received_bytes, chunks)) + keys
 
     def in_flight_bytes(self) -> int:
-        """Saved activations and outputs of the units held."""
-        chunks = self.prices.facts.layout.sequence_chunks
-        total = 0
+        """Saved activations, or where these are offloaded inputs, and outputs of the units held: equation (O2)."""
+        layout, total = self.prices.facts.layout, 0
         for stage, units in self.held.items():
-            saved = sum(self._allocated(price.row.activation_bytes) for price in self._layers(stage))
-            total += units * math.ceil(Fraction(saved + self._outputs[stage], chunks))
+            kept = self._received[stage] if layout.activation_offload else self._saved_bytes(stage)
+            total += units * math.ceil(Fraction(kept + self._outputs[stage], layout.sequence_chunks))
         return total
+
+    def saved_on_host_bytes(self) -> int:
+        """Equation (O4)."""
+        if not self.prices.facts.layout.activation_offload:
+            return 0
+        return sum(units * self._saved_bytes(stage) for stage, units in self.held.items())
+
+    def _saved_bytes(self, stage: int) -> int:
+        return sum(price.saved_bytes for price in self._layers(stage))
 
     @property
     def _outputs(self) -> list[int]:
         """What every stage puts out."""
         return [self.prices.boundary_bytes[layers[-1][0]] for layers in self.stage_map]
 
-    def _temporary(self) -> int:
-        """Equation (M3); under ZeRO 3 one layer is gathered while another runs."""
-        largest = max(
-            self._allocated(price.row.temporary_bytes) for stage in self.held for price in self._layers(stage)
-        )
-        gathered = max(next(iter(modes.values())).gathered_bytes for modes in self.prices.layers)
-        return largest + 2 * gathered + int(self.prices.site.group.constants.workspace_bytes)
+    @property
+    def _received(self) -> list[int]:
+        """What every stage gets from the one before, and at the end what nobody gets."""
+        return [0, *self._outputs[:-1], 0]
 
-    def _allocated(self, size_bytes: int) -> int:
-        """Equation (M5), rounded up layer by layer."""
-        group = self.prices.site.group
-        return math.ceil(size_bytes * (1 + group.device.allocation_overhead) * group.constants.allocated_factor)
+    def _temporary(self) -> int:
+        """Equation (M3); under ZeRO 3 one layer is gathered while another runs. Offloaded: (O3) and (O6)."""
+        prices, layout = self.prices, self.prices.facts.layout
+        mine = [price for stage in self.held for price in self._layers(stage)]
+        largest = max(
+            prices.allocated(price.row.temporary_bytes) + (price.saved_bytes if layout.activation_offload else 0)
+            for price in mine
+        )
+        gathered = max(next(iter(modes.values())).gathered_bytes for modes in prices.layers)
+        running = largest + 2 * gathered + int(prices.site.group.constants.workspace_bytes)
+        return max(running, *(price.state.optimizer for price in mine)) if layout.optimizer_offload else running

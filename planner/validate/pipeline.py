@@ -57,7 +57,8 @@ class Pipeline:
         for rank, stages in enumerate(self._stages):
             holdings = [{stage: each[stage] for stage in stages} for each in holdings_of(self.actions[rank])]
             checks = [MemoryCheck(self._prices(rank), self.stage_map, held) for held in holdings]
-            rows.append(max(checks, key=MemoryCheck.in_flight_bytes).row(rank))
+            on_host = max(check.saved_on_host_bytes() for check in checks)
+            rows.append(max(checks, key=MemoryCheck.in_flight_bytes).row(rank, on_host))
         return rows
 
     def bubble_fraction(self) -> float:
@@ -77,6 +78,7 @@ class Pipeline:
         recomputed = sum(price.recompute for price in layers)
         exchanged = sum(price.exchanged for price in layers)
         gathered = sum(price.gathered_forward + price.gathered_backward for price in layers)
+        copied = sum(2 * price.copied for price in layers)
         reduction, update = self._tail(last)
         return Breakdown(
             compute_seconds=count * computed * NANOSECOND,
@@ -85,7 +87,8 @@ class Pipeline:
             pipeline_seconds=(self._ends[last] - without) * NANOSECOND,
             data_parallel_seconds=(reduction + count * gathered) * NANOSECOND,
             optimizer_seconds=update * NANOSECOND,
-            bubble_seconds=(without - count * (computed + recomputed + exchanged + gathered)) * NANOSECOND,
+            bubble_seconds=(without - count * (computed + recomputed + exchanged + gathered + copied)) * NANOSECOND,
+            offload_seconds=count * copied * NANOSECOND,
         )
 
     @cached_property

@@ -9,12 +9,13 @@ from planner.validate.answers import check_answers
 from planner.validate.documents import check_documents
 from planner.validate.facts import facts_of
 from planner.validate.findings import CheckReport, Findings
+from planner.validate.offload import check_offload
 from planner.validate.placement import check_placement
 from planner.validate.prediction import check_prediction
 from planner.validate.proof import check_alternatives, check_search
 from planner.validate.stages import check_differences, check_layout, check_stages
 
-_STRUCTURE = (check_layout, check_placement, check_stages, check_actions, check_differences)
+_STRUCTURE = (check_layout, check_placement, check_stages, check_actions, check_differences, check_offload)
 
 
 def check(plan: Plan, profile: ModelProfile) -> CheckReport:

@@ -128,4 +128,7 @@ def _check_memory(stated: Prediction, recomputed: Prediction, findings: Findings
             findings.equal(f"{where}.{name}", getattr(said, name), getattr(found, name))
         if found.peak_bytes > found.capacity_bytes:
             findings.wrong(f"{where}.peak_bytes", f"{found.peak_bytes} bytes of {found.capacity_bytes} do not fit.")
+        if found.host_capacity_bytes is not None and found.host_bytes > found.host_capacity_bytes:
+            told = f"{found.host_bytes} bytes of {found.host_capacity_bytes} do not fit the host."
+            findings.wrong(f"{where}.host_bytes", told)
     findings.checked.append("memory of every pipeline rank part by part, its sum, and that it fits the device")

@@ -1,4 +1,4 @@
-"""Nanoseconds and bytes of one layer on one rank, from its measurement: equations (T1) to (T7) and (M1).
+"""Nanoseconds and bytes of one layer on one rank, from its measurement: equations (T1) to (T7), (M1) and (M5).
 
 Durations are whole nanoseconds, rounded once per layer and part, because the plan's are.
 """
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import get_args
+from typing import Literal, get_args
 
 from planner.spec.cluster import Link
 from planner.spec.profile import LayerProfile, Measurement, RecomputeMode, SharedParameters, SkipEdge
@@ -18,6 +18,7 @@ from planner.spec.recipes import OgpRecipe, ParameterCount, recipe
 from planner.validate.communicators import Site
 from planner.validate.facts import Facts
 from planner.validate.formulas import FUSED_ATTENTION, Machine, chunked_seconds, collective_seconds, send_seconds
+from planner.validate.offload import copied_seconds
 
 NANOSECOND = 1e-9
 
@@ -54,7 +55,7 @@ class LayerPrice:
     reduction: int
     """Of the gradients over the data-parallel group, once per step, latency apart."""
     update: int
-    """The optimizer, once per step."""
+    """The optimizer, once per step, with the copies of its states."""
     gathered_forward: int
     """ZeRO 3: the parameters, for every micro-batch."""
     gathered_backward: int
@@ -62,16 +63,20 @@ class LayerPrice:
     gathered_bytes: int
     """ZeRO 3: the parameters, whole."""
     state: StateBytes
+    saved_bytes: int
+    """Activations as they stand on the device."""
+    copied: int
+    """Of them, to the host or back, where they are offloaded: equation (O1)."""
 
     @property
     def whole_forward(self) -> int:
         """Equation (T1)."""
-        return self.forward + self.exchanged_forward + self.gathered_forward
+        return self.forward + self.exchanged_forward + self.gathered_forward + self.copied
 
     @property
     def whole_backward_input(self) -> int:
         """Equation (T2) without the weight gradient."""
-        computed = self.backward_input + self.recompute
+        computed = self.backward_input + self.recompute + self.copied
         return computed + self.exchanged_backward + self.exchanged_again + self.gathered_backward
 
     @property
@@ -177,6 +182,7 @@ class Prices:
         exchanged_forward = self._exchange(plain, "forward")
         held = held_parameters(layer, plain)
         gather, scatter = self._gathers(held)
+        state, saved_bytes = self._state(held), self.allocated(row.activation_bytes)
         return LayerPrice(
             row=row,
             plain=plain,
@@ -188,12 +194,23 @@ class Prices:
             exchanged_backward=self._exchange(row, "backward"),
             exchanged_again=exchanged_forward if row.recompute == "full" else 0,
             reduction=self._reduction(held),
-            update=self._update(plain, held),
+            update=self._update(plain, held) + self._copied(2 * state.optimizer, "optimizer_offload"),
             gathered_forward=gather,
             gathered_backward=gather + scatter,
             gathered_bytes=held.count.elements * self._ogp.parameter_bytes if self.facts.layout.zero_stage == 3 else 0,
-            state=self._state(held),
+            state=state,
+            saved_bytes=saved_bytes,
+            copied=self._copied(saved_bytes, "activation_offload"),
         )
+
+    def allocated(self, size_bytes: int) -> int:
+        """What the device's allocator makes of a layer's activations or temporaries: equation (M5)."""
+        group = self.site.group
+        return math.ceil(size_bytes * (1 + group.device.allocation_overhead) * group.constants.allocated_factor)
+
+    def _copied(self, size_bytes: int, wish: Literal["activation_offload", "optimizer_offload"]) -> int:
+        """Nanoseconds of copying, where the layout wishes it: equations (O1) and (O5)."""
+        return nanoseconds(copied_seconds(size_bytes, self.site.group)) if getattr(self.facts.layout, wish) else 0
 
     def _collective(self, operation: str, size_bytes: float, group: str, *, latency: bool = True) -> float:
         """Seconds of a collective in one of the layout's groups."""

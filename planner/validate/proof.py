@@ -10,6 +10,7 @@ from planner.spec.plan import Alternative, Plan
 from planner.validate.facts import Facts
 from planner.validate.findings import Findings
 from planner.validate.memory import largest_capacity_bytes
+from planner.validate.offload import check_offload_of
 from planner.validate.stages import check_batch
 
 _OPTIMAL_GAP = 1e-6
@@ -61,6 +62,7 @@ def _check_alternative(where: str, alternative: Alternative, facts: Facts, findi
     layout, counts = alternative.layout, alternative.layers_per_stage
     stages = layout.pipeline_parallel_degree * layout.virtual_stages_per_rank
     check_devices(where, layout, facts, findings)
+    check_offload_of(layout, f"{where}.layout", findings)
     check_batch(f"{where}.micro_batches: samples per step", layout, alternative.micro_batches, facts, findings)
     findings.equal(f"{where}.layers_per_stage: stages", len(counts), stages)
     findings.equal(f"{where}.layers_per_stage: layers", sum(counts), len(facts.profile.layers))

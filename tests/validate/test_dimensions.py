@@ -264,8 +264,8 @@ def test_tampered_figures_are_named(name: str) -> None:
         part: Any = document
         for key in path:
             part = part[key]
-        is_whole = isinstance(part[last], int)
-        part[last] += 1 if is_whole else max(part[last], found.prediction.step_seconds) / 1000
+        stated = 0 if part[last] is None else part[last]
+        part[last] = stated + (1 if isinstance(stated, int) else max(stated, found.prediction.step_seconds) / 1000)
         problems = check(parse(Plan, document), model).problems
         assert any(_field(problem).endswith(str(last)) for problem in problems), (figure, problems)
 
