@@ -63,6 +63,8 @@ class Priced:
     nanoseconds: int
     peaks: tuple[int, ...]
     """Bytes, per pipeline rank."""
+    hosts: tuple[int, ...]
+    """Likewise, in its node's memory."""
 
     @property
     def layers_per_stage(self) -> tuple[int, ...]:
@@ -95,7 +97,10 @@ def layouts(profile: ModelProfile, cluster: Cluster, job: Job) -> Iterator[Layou
                 ways = list(product(few, uneven_orders(profile, job, split, data, pipeline)))
             else:
                 ways = list(even_ways(profile, job, split, zeros, data, pipeline))
-            for ((zero, shards), order), rank_order in product(ways, ranks):
+            offloads = offload_choices(profile, cluster, split)
+            for ((zero, shards), order), rank_order, offload in product(ways, ranks, offloads):
+                if not may_offload(offload, zero, order):
+                    continue
                 yield Layout(
                     data_parallel_degree=data,
                     tensor_parallel_degree=tensor,
@@ -108,7 +113,35 @@ def layouts(profile: ModelProfile, cluster: Cluster, job: Job) -> Iterator[Layou
                     zero_shard_degree=shards,
                     rank_order=rank_order,
                     **order,
+                    **offload,
                 )
+
+
+def offload_choices(profile: ModelProfile, cluster: Cluster, split: Split) -> list[dict[str, bool]]:
+    """What may go to hosts of known memory and bandwidth: nothing, activations of layers that can do without
+    recomputation, optimizer states, both."""
+    (group,) = cluster.node_groups
+    assert not isinstance(group.device, str)
+    if group.host_memory_bytes is None or group.device.host_bandwidth_bytes_per_second is None:
+        return [{}]
+    plain = all(
+        any(split_of(row) == split and row.recompute == "none" for row in one.measurements) for one in profile.layers
+    )
+    return [
+        {"activation_offload": activations, "optimizer_offload": states}
+        for activations, states in product((False, True), repeat=2)
+        if plain or not activations
+    ]
+
+
+def may_offload(offload: dict[str, bool], zero: int, order: dict[str, Any]) -> bool:
+    """Does this go with a ZeRO stage and an order of the micro-batches?"""
+    if "micro_batch_shares" in order:
+        return not any(offload.values())
+    if not offload.get("activation_offload"):
+        return True
+    is_whole = order.get("sequence_chunks", 1) == 1 and order.get("recompute", "none") == "none"
+    return is_whole and zero < 3 and order["schedule"] not in SPLIT
 
 
 def even_ways(
@@ -232,13 +265,14 @@ def facts(profile: ModelProfile, cluster: Cluster, job: Job, layout: Layout) -> 
 
 
 def stage_maps(known: Facts, *, are_alike: bool = True) -> Iterator[StageMap]:
-    """Every contiguous partition; with every mix of the recompute modes that the layers offer where replicas are alike,
-    else with the layout's, and what recomputes least in layers that do not offer it."""
+    """Every contiguous partition; with every mix of the recompute modes that the layers offer where replicas are alike
+    and activations stay on the device, else with the layout's, and what recomputes least in layers that do not offer
+    it."""
     count, stages, wish = len(known.profile.layers), known.layout.pipeline_parallel_degree, known.layout.recompute
     modes = [tuple(known.rows(layer)) for layer in known.profile.layers]
     uniform = [wish if wish in offered else offered[0] for offered in modes]
     for cuts in combinations(range(1, count), stages - 1):
-        for chosen in product(*modes) if are_alike else [uniform]:
+        for chosen in product(*modes) if are_alike and not known.layout.activation_offload else [uniform]:
             layers = tuple(enumerate(chosen))
             yield tuple(layers[start:end] for start, end in pairwise((0, *cuts, count)))
 
@@ -270,7 +304,9 @@ def price(known: Facts) -> Iterator[Priced]:
     free = stage_maps(known, are_alike=not layout.has_uneven_shares)
     for stage_map in free if is_free else (dealt_map(prices, schedule),):
         step = StepCheck(cells, stage_map, actions)
-        yield Priced(layout, stage_map, step.step_nanoseconds(), tuple(row.peak_bytes for row in step.memory()))
+        rows = step.memory()
+        peaks, hosts = zip(*((row.peak_bytes, row.host_bytes) for row in rows), strict=True)
+        yield Priced(layout, stage_map, step.step_nanoseconds(), peaks, hosts)
 
 
 def price_all(profile: ModelProfile, cluster: Cluster, job: Job) -> list[Priced]:

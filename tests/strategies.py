@@ -162,11 +162,11 @@ def clusters(draw: st.DrawFn, memory_bytes: int = 10**9) -> Cluster:
 
 
 @st.composite
-def instances(draw: st.DrawFn) -> Instance:
+def instances(draw: st.DrawFn, most_layers: int = 8) -> Instance:
     """A small request; every device has room for everything."""
     step = job(
         draw(st.sampled_from((2, 4, 6, 8, 16))),
         optimizer=draw(st.sampled_from(("sgd", "adam", "adafactor", "muon"))),
         precision=draw(st.sampled_from(("bf16", "bf16-mixed"))),
     )
-    return Instance(draw(models()), draw(clusters()), step)
+    return Instance(draw(models(most_layers)), draw(clusters()), step)

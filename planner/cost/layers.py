@@ -1,6 +1,7 @@
 """Costs of all layers under one layout: what the step model adds up and the solver chooses.
 
-Those of one layer are equations (T1) to (T4), (T6) and (T7) of `planner.cost.pricing`; and for a stage s
+Those of one layer are equations (T1) to (T4), (T6) and (T7) of `planner.cost.pricing`, with what `planner.cost.offload`
+adds to them; and for a stage s
 
     (T5)  c(s) = latency + bytes of every tensor that crosses the boundary / bandwidth    -> transfer_ticks()
 """
@@ -8,11 +9,13 @@ Those of one layer are equations (T1) to (T4), (T6) and (T7) of `planner.cost.pr
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from planner.cost.communication import collective_seconds, transfer_seconds
 from planner.cost.groups import Groups
+from planner.cost.offload import Offload, is_offloading
 from planner.cost.placement import boundary_crosses_nodes
 from planner.cost.pricing import LayerCost, LayerPricing, known_prices
 from planner.cost.shared import SharedCost, SkipCost, shared_costs, skip_costs
@@ -71,9 +74,7 @@ class LayoutCosts:
     @cached_property
     def gathered_bytes(self) -> int:
         """ZeRO 3: the largest layer's parameters, gathered, and those that are being gathered beside it (T6)."""
-        if self.layout.zero_stage < 3:
-            return 0
-        return 2 * max(next(iter(options.values())).gathered_bytes for options in self.layers)
+        return _gathered_bytes(self.layout, self.layers)
 
     def boundary_bytes(self, last_layer: int) -> int:
         """Bytes that cross a stage boundary behind this layer, per micro-batch: its output and all skips over it."""
@@ -125,7 +126,8 @@ def priced(work: Workload, layout: Layout, groups: Groups, *, network: Link | No
 
     Raises:
         LayoutError: the global batch does not divide.
-        MismatchError, UnsupportedError: the profile has no such rows.
+        MismatchError, UnsupportedError: the profile has no such rows, or the host is not known that the layout offloads
+            to.
     """
     micro_batches = layout.micro_batches(work.job.global_batch_size)
     rows = _rows(work, layout)
@@ -136,6 +138,9 @@ def priced(work: Workload, layout: Layout, groups: Groups, *, network: Link | No
         plain = rows[index][modes_of(rows[index])[0]]
         pricing = LayerPricing(work, layout, groups, work.profile.layers[index].parameters, plain, known)
         distinct[index] = pricing.costs(rows[index])
+    if is_offloading(layout):
+        offload = Offload.of(work, layout, _gathered_bytes(layout, distinct.values()))
+        distinct = {index: offload.costs(options) for index, options in distinct.items()}
     layers = tuple(map(distinct.__getitem__, alike))
     return LayoutCosts(
         work=work,
@@ -147,6 +152,13 @@ def priced(work: Workload, layout: Layout, groups: Groups, *, network: Link | No
         skips=skip_costs(work, layout),
         reduction_latency_ticks=_reduction_latency_ticks(work, layout, groups),
     )
+
+
+def _gathered_bytes(layout: Layout, layers: Iterable[Mapping[RecomputeMode, LayerCost]]) -> int:
+    """Of two layers that ZeRO 3 gathers, the largest."""
+    if layout.zero_stage < 3:
+        return 0
+    return 2 * max(next(iter(options.values())).gathered_bytes for options in layers)
 
 
 @lru_cache(maxsize=256)

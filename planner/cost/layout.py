@@ -19,7 +19,7 @@ def layout_costs(work: Workload, layout: Layout) -> LayoutCosts:
         LayoutError: the degrees do not multiply to the devices, the global batch does not divide, or ranks that
             exchange in every layer would stand in two node groups.
         MismatchError: the profile lacks this micro-batch size or tensor-parallel degree.
-        UnsupportedError: the layout uses a dimension that is not priced.
+        UnsupportedError: the layout uses a dimension that is not priced, or offloads to a host that is not known.
     """
     if work.groups or len(set(layout.micro_batch_shares or ())) > 1:
         return mixed_costs(work, layout)
@@ -66,4 +66,6 @@ def _priced_alike(layout: Layout) -> tuple[object, ...]:
         layout.micro_batch_size,
         layout.sequence_chunks,
         layout.rank_order,
+        layout.activation_offload,
+        layout.optimizer_offload,
     )

@@ -16,6 +16,7 @@
                 writes once more, for keys and values, and their gradients, stand whole from the first chunk on
 (M3)  temp(s) = largest temporary of a layer of the stage; ZeRO 3: and the gathered parameters of two layers
 (M4)  peak(s) = OGP + act + temp + reserved      reserved: context, communicators, code of the process
+      what is offloaded to the host's memory: equations (O2) to (O4) and (O6) to (O8) of planner.cost.offload
 (M5)  the saved activations and temporaries of a layer are its rows' times 1 + the device's allocation_overhead
                                                                                 -> planner.cost.pricing
 """
@@ -63,20 +64,22 @@ def held_units(costs: LayoutCosts, stages: Sequence[StageLayers], schedule: Sche
     return tuple(ranks)
 
 
-def stage_memory(
-    costs: LayoutCosts, stages: Sequence[StageLayers], held: Sequence[Mapping[int, int]]
-) -> tuple[RankMemory, ...]:
-    """Memory of every pipeline rank: equations (M1) to (M4).
+def stage_memory(costs: LayoutCosts, stages: Sequence[StageLayers], schedule: Schedule) -> tuple[RankMemory, ...]:
+    """Memory of every pipeline rank: equations (M1) to (M4), and (O2) to (O8).
 
     Args:
         costs: of the layout.
         stages: layers of every stage.
-        held: of every pipeline rank, as `held_units` tells.
+        schedule: in which order they run.
     """
-    return tuple(_rank_memory(costs, stages, rank, units) for rank, units in enumerate(held))
+    held = held_units(costs, stages, schedule)
+    host = [_host_bytes(costs, stages, schedule, rank) for rank in range(schedule.ranks)]
+    return tuple(_rank_memory(costs, stages, rank, units, host[rank]) for rank, units in enumerate(held))
 
 
-def _rank_memory(costs: LayoutCosts, stages: Sequence[StageLayers], rank: int, units: Mapping[int, int]) -> RankMemory:
+def _rank_memory(
+    costs: LayoutCosts, stages: Sequence[StageLayers], rank: int, units: Mapping[int, int], host_bytes: int
+) -> RankMemory:
     costs, mine = costs.on_rank(rank), tuple(units)
     layers = [cost for index in mine for _, cost in stages[index]]
     parameters, gradients, optimizer = _ogp_bytes(costs, [layer for index in mine for layer in stages[index]])
@@ -98,7 +101,22 @@ def _rank_memory(costs: LayoutCosts, stages: Sequence[StageLayers], rank: int, u
         reserved_bytes=reserved,
         peak_bytes=parameters + gradients + optimizer + activations + temporary + reserved,
         capacity_bytes=costs.work.capacity_bytes,
+        host_bytes=host_bytes,
+        host_capacity_bytes=costs.work.host_capacity_bytes,
     )
+
+
+def _host_bytes(costs: LayoutCosts, stages: Sequence[StageLayers], schedule: Schedule, rank: int) -> int:
+    """What a pipeline rank keeps in its host's memory at most: equations (O4) and (O7)."""
+    costs, mine = costs.on_rank(rank), schedule.stages_of(rank)
+    states = sum(cost.host_optimizer_bytes for stage in mine for _, cost in stages[stage])
+    held = {layer for stage in mine for layer, _ in stages[stage]}
+    for shared in costs.shared:
+        states -= max(0, len(held.intersection(shared.layers)) - 1) * shared.host_optimizer_bytes
+    if not costs.layout.activation_offload:
+        return states
+    sizes = [sum(cost.host_activation_bytes for _, cost in stages[stage]) for stage in mine]
+    return states + max(sum(n * size for n, size in zip(units, sizes, strict=True)) for units in crests(schedule, rank))
 
 
 def _ogp_bytes(costs: LayoutCosts, mine: StageLayers) -> tuple[int, int, int]:
@@ -128,9 +146,11 @@ def _gradient_bytes(costs: LayoutCosts, layers: Sequence[LayerCost], sharded: in
 
 
 def _unit_bytes(costs: LayoutCosts, stages: Sequence[StageLayers], index: int) -> int:
-    """Saved activations of one micro-batch, or its chunk's share, and what the stage puts out."""
+    """Saved activations of one micro-batch, or its chunk's share, and what the stage puts out; offloaded: takes in."""
     whole = sum(cost.activation_bytes for _, cost in stages[index])
     whole += 0 if costs.work.framework.frees_outputs else outgoing_bytes(costs, stages, index)
+    if costs.layout.activation_offload and index > 0:  # (O2): else it is among what the first layer saves
+        whole += outgoing_bytes(costs, stages, index - 1)
     return -(-whole // costs.layout.sequence_chunks)
 
 

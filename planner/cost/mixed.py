@@ -122,6 +122,7 @@ def check_mixed(work: Workload, layout: Layout, columns: Sequence[Column]) -> No
     """
     plain: dict[str, object] = {"virtual_stages_per_rank": 1, "sequence_chunks": 1, "zero_shard_degree": None}
     why = "on several node groups" if work.groups else "with micro_batch_shares"
+    plain |= {"activation_offload": False, "optimizer_offload": False}
     if len(columns) > 1:
         plain["expert_parallel_degree"] = 1
     for field, value in plain.items():

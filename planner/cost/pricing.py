@@ -80,6 +80,12 @@ class LayerCost(NamedTuple):
     temporary_bytes: int
     attention: AttentionPart = NO_ATTENTION
     """Where sequences are cut into chunks."""
+    offload_ticks: int = 0
+    """Equation (O1), forward and backward."""
+    host_activation_bytes: int = 0
+    """Of one micro-batch, in the host's memory."""
+    host_optimizer_bytes: int = 0
+    """In the host's memory."""
 
     @property
     def ogp_bytes(self) -> int:

@@ -26,6 +26,8 @@ class SharedCost:
     parameters_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
+    host_optimizer_bytes: int
+    """Where states are offloaded: in the host's memory, and none on the device."""
     tail_ticks: int
     """Reduction and optimizer of one copy, saved when a stage holds several layers that use it."""
     reduction_ticks: int
@@ -74,12 +76,14 @@ def shared_costs(
         count = ParameterCount(local, 0, one.factored_elements)  # what layers share is no matrix of a hidden layer
         size_bytes = local * ogp.gradient_bytes
         exchange = 2 * transfer_seconds(size_bytes / 2, between) if layout.pipeline_parallel_degree > 1 else 0.0
+        states_bytes = ogp.optimizer_bytes(count) // shards[2]
         costs.append(
             SharedCost(
                 layers=users,
                 parameters_bytes=local * ogp.parameter_bytes // shards[0],
                 gradients_bytes=local * ogp.gradient_bytes // shards[1],
-                optimizer_bytes=ogp.optimizer_bytes(count) // shards[2],
+                optimizer_bytes=0 if layout.optimizer_offload else states_bytes,
+                host_optimizer_bytes=states_bytes if layout.optimizer_offload else 0,
                 tail_ticks=(user.reduction_ticks + user.optimizer_ticks) * local // max(1, user.parameters),
                 reduction_ticks=user.reduction_ticks * local // max(1, user.parameters),
                 exchange_ticks=ticks(exchange),

@@ -27,7 +27,7 @@ from operator import add
 from planner.cost.chunks import per_chunk
 from planner.cost.layers import LayoutCosts
 from planner.cost.layout import layout_costs
-from planner.cost.memory import StageLayers, held_units, shared_on_several_stages, stage_memory
+from planner.cost.memory import StageLayers, shared_on_several_stages, stage_memory
 from planner.cost.pricing import LayerCost
 from planner.cost.ticks import TICK_SECONDS, ticks
 from planner.cost.workload import workload
@@ -185,11 +185,8 @@ def _play(costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers])
 
 
 def rank_memory(costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]) -> tuple[RankMemory, ...]:
-    """Memory of every pipeline rank at its peak: equations (M1) to (M4) and (S6)."""
-    columns = [
-        stage_memory(column, chosen, held_units(column, chosen, order))
-        for column, order, chosen in per_column(costs, schedule, stages)
-    ]
+    """Memory of every pipeline rank at its peak: equations (M1) to (M4), (O2) to (O8) and (S6)."""
+    columns = [stage_memory(column, chosen, order) for column, order, chosen in per_column(costs, schedule, stages)]
     return tuple(max(rows, key=lambda row: row.peak_bytes - row.capacity_bytes) for rows in zip(*columns, strict=True))
 
 
@@ -249,6 +246,7 @@ def _breakdown(costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLay
         data_parallel_seconds=TICK_SECONDS * (reduction + count * sum(cost.gather_ticks for cost in layers)),
         optimizer_seconds=TICK_SECONDS * optimizer,
         bubble_seconds=TICK_SECONDS * (free_end - busy),
+        offload_seconds=TICK_SECONDS * count * sum(cost.offload_ticks for cost in layers),
     )
 
 

@@ -167,7 +167,7 @@ def _account(played: Played) -> Account:
         ),
         ranks=tuple(
             _rank(costs, stages, schedule, spent, memory, held[rank], ends[rank], tails[rank])
-            for rank, memory in enumerate(stage_memory(costs, stages, held))
+            for rank, memory in enumerate(stage_memory(costs, stages, schedule))
         ),
     )
 

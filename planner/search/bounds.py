@@ -36,6 +36,7 @@ from typing import Self
 import numpy as np
 
 from planner.cost import LayerCost, LayoutCosts, reserved_bytes
+from planner.cost.offload import is_offloading
 from planner.errors import UnsupportedError
 
 BOUNDED = ("gpipe", "1f1b")
@@ -75,6 +76,9 @@ class Totals:
     ogp_bytes: int
     activation_bytes: int
     """In the leanest mode."""
+    host_states_bytes: int
+    host_activation_bytes: int
+    """Likewise."""
     counted: tuple[tuple[Sequence[LayerCost], int], ...]
     """The distinct layers, and their number."""
 
@@ -98,6 +102,11 @@ class Totals:
             ogp_bytes=sum(count * options[0].ogp_bytes for options, count in counted)
             - sum(times * shared.ogp_bytes for times, shared in spared),
             activation_bytes=sum(count * min(cost.activation_bytes for cost in options) for options, count in counted),
+            host_states_bytes=sum(count * options[0].host_optimizer_bytes for options, count in counted)
+            - sum(times * shared.host_optimizer_bytes for times, shared in spared),
+            host_activation_bytes=sum(
+                count * min(cost.host_activation_bytes for cost in options) for options, count in counted
+            ),
             counted=tuple(counted),
         )
 
@@ -145,7 +154,7 @@ def any_order_bound(costs: LayoutCosts, totals: Totals) -> int:
 def lower_bound(costs: LayoutCosts, totals: Totals, warm_up: Sequence[int]) -> int:
     """Ticks that no stage map of this layout that fits can beat: (B1) to (B3), (B5) and (B6)."""
     count = costs.micro_batches
-    backward = least_backward(totals, _most_activations(costs, totals, warm_up))
+    backward = least_backward(totals, _most_activations(room_bytes(costs), totals.ogp_bytes, warm_up))
     turned = totals.forward + backward + _worked_on(count, totals.forward, backward, warm_up)
     bound = max(count * totals.longest, totals.mean(costs, backward), totals.fullest(costs), turned)
     return bound + costs.reduction_latency_ticks
@@ -197,19 +206,34 @@ def room_bytes(costs: LayoutCosts) -> int:
     return costs.work.capacity_bytes - reserved_bytes(costs.work) - costs.gathered_bytes - workspace
 
 
+def host_room_bytes(costs: LayoutCosts) -> int | None:
+    """What a device may keep in its host's memory; None: it keeps nothing there."""
+    return costs.work.host_capacity_bytes if is_offloading(costs.layout) else None
+
+
 def may_fit(costs: LayoutCosts, totals: Totals, in_flight: Sequence[int]) -> bool:
-    """False only if no stage map can fit: a relaxation that spreads bytes freely over the stages."""
-    return totals.activation_bytes <= _most_activations(costs, totals, in_flight)
+    """False only if no stage map can fit: a relaxation that spreads bytes freely over the stages, in the devices'
+    memory and in the hosts'."""
+    host = host_room_bytes(costs)
+    if host is not None:
+        on_host = _most_activations(host, totals.host_states_bytes, in_flight)
+        if totals.host_activation_bytes > on_host:
+            return False
+    return totals.activation_bytes <= _most_activations(room_bytes(costs), totals.ogp_bytes, in_flight)
 
 
-def _most_activations(costs: LayoutCosts, totals: Totals, in_flight: Sequence[int]) -> float:
+def _most_activations(room: int, ogp: int, in_flight: Sequence[int]) -> float:
     """Bytes of one micro-batch's activations for which there may be room on all stages together; less than none: OGP
     alone does not fit.
 
     A stage with o bytes of OGP has room for at most (room - o) / in_flight bytes of activations per micro-batch; so the
     most activations fit when the OGP lies where most micro-batches are in flight.
+
+    Args:
+        room: of one device, in bytes.
+        ogp: of all layers, in bytes.
+        in_flight: micro-batches of every stage.
     """
-    room, ogp = room_bytes(costs), totals.ogp_bytes
     if room < 0 or ogp > room * len(in_flight):
         return -1.0
     space = 0.0

@@ -32,7 +32,7 @@ from planner.cost import LayoutCosts, StageMap
 from planner.schedule import ActionKind, Schedule, build, find
 from planner.schedule.entry import Shape
 from planner.schedule.in_flight import most_held
-from planner.search.bounds import first_chunk, room_bytes
+from planner.search.bounds import first_chunk, host_room_bytes, room_bytes
 from planner.search.segments import LayerModes
 from planner.search.windows import Kinds
 
@@ -105,6 +105,12 @@ class Uniform:
     room_bytes: int
     """Of a device, and what a rank spares likewise."""
     micro_batches: int
+    host_bytes: tuple[_Sizes, _Sizes]
+    """In the host's memory: states, and activations of a micro-batch."""
+    host_room_bytes: int | None
+    """Likewise for a device; None: nothing is kept there."""
+    keeps_inputs: bool
+    """Of stages, for every micro-batch in flight: equation (O2)."""
     first_forward: _Sizes
     """Of the first sequence chunk; where sequences stay whole, all."""
     first_backward: _Sizes
@@ -118,6 +124,7 @@ class Uniform:
         extra = [(len(shared.layers) - 1, shared) for shared in costs.shared]
         chunks = costs.layout.sequence_chunks
         firsts = [first_chunk(cost, chunks) for cost in layers]
+        host = host_room_bytes(costs)
 
         def by_layer(values: Iterable[int]) -> _Sizes:
             return np.array(list(values), dtype=np.int64)[kinds.places]
@@ -134,6 +141,14 @@ class Uniform:
             latency_ticks=costs.reduction_latency_ticks - sum(times * shared.tail_ticks for times, shared in extra),
             room_bytes=room_bytes(costs) + sum(times * shared.ogp_bytes for times, shared in extra),
             micro_batches=costs.micro_batches,
+            host_bytes=(
+                by_layer(cost.host_optimizer_bytes for cost in layers),
+                by_layer(cost.host_activation_bytes for cost in layers),
+            ),
+            host_room_bytes=None
+            if host is None
+            else host + sum(times * shared.host_optimizer_bytes for times, shared in extra),
+            keeps_inputs=costs.layout.activation_offload,
             first_forward=by_layer(each[0] for each in firsts),
             first_backward=by_layer(each[1] for each in firsts),
             chunks=chunks,
@@ -169,10 +184,19 @@ class Uniform:
         return bound + self.latency_ticks
 
     def may_hold(self, sizes: Sequence[int], traits: Traits) -> bool:
-        """False only if the first or the last rank overflows, without its receive buffers."""
+        """False only if the first or the last rank overflows, on the device, without its receive buffers, or on the
+        host."""
         starts = _starts(sizes)
+        if self.host_room_bytes is not None:
+            states, saved = (np.add.reduceat(each, starts) for each in self.host_bytes)
+            for held in traits.held:
+                stages, units = np.array(list(held)), np.array(list(held.values()))
+                if states[stages].sum() + (units * saved[stages]).sum() > self.host_room_bytes:
+                    return False
         ogp, activations = np.add.reduceat(self.ogp_bytes, starts), np.add.reduceat(self.activation_bytes, starts)
-        unit = (activations + self.boundary_bytes[np.cumsum(sizes) - 1]) // self.chunks
+        put_out = self.boundary_bytes[np.cumsum(sizes) - 1]
+        taken_in = np.concatenate([[0], put_out[:-1]]) if self.keeps_inputs else 0
+        unit = (activations + put_out + taken_in) // self.chunks
         temporary = np.maximum.reduceat(self.temporary_bytes, starts)
         for held in traits.held:
             stages, units = np.array(list(held)), np.array(list(held.values()))

@@ -73,7 +73,7 @@ class LayoutSearch:
         costs: the layout, priced.
         modes: allowed recompute choices of every layer.
         limit_ticks: only stage maps faster than this matter.
-        must_fit: keep every stage within the device's memory.
+        must_fit: keep every stage within the device's memory, and the host's.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ import numpy as np
 
 from planner.cost import LayoutCosts, schedule_of
 from planner.schedule import Schedule, in_flight_per_stage
-from planner.search.bounds import BOUNDED, room_bytes, warm_ups, work_of
+from planner.search.bounds import BOUNDED, host_room_bytes, room_bytes, warm_ups, work_of
 from planner.search.paths import segment_bounds
 from planner.search.segments import LayerModes, Mask, Segments, Table
 from planner.search.windows import Kinds, Windows, reach, windows_of, within
@@ -92,11 +92,12 @@ class Lane:
             costs: of the layout, or of one of its columns.
             modes: allowed recompute choices of every layer; in a column they stand for those of its ranks.
             windows: where ranks can start.
-            must_fit: keep every stage within its device's memory.
+            must_fit: keep every stage within its device's memory, and its host's.
         """
         units, room = in_flight(costs), room_bytes(costs) if must_fit else UNBOUNDED_BYTES
         if not costs.ranks:
-            return cls(costs, Segments(costs, modes, units, room, windows))
+            host = host_room_bytes(costs) if must_fit else None
+            return cls(costs, Segments(costs, modes, units, room, windows, host_room_bytes=host))
         parts, behind = [], 0
         for _, run in groupby(costs.ranks, key=lambda rank: id(rank.layers)):
             first, same = behind, list(run)

@@ -141,13 +141,13 @@ def orders(
             for count in virtual
             if pipeline * count <= layers and _takes(name, Shape(pipeline, micro_batches, count, chunks))
             for mode in modes
-            if mode == "none" or not _splits(name)
+            if mode == "none" or not splits_backward(name)
         ]
     return tuple(found) if pipeline <= layers else ()
 
 
 @lru_cache
-def _splits(name: str) -> bool:
+def splits_backward(name: str) -> bool:
     """Does a schedule split its backwards? The executor recomputes under full backwards only."""
     small = build(name, ranks=2, micro_batches=4, virtual_stages=find(name).least_virtual_stages)
     return Requirement.SPLIT_BACKWARD in requirements(small)

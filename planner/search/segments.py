@@ -73,6 +73,8 @@ class Segments:
     """Where ranks can start."""
     first: int = 0
     """Pipeline rank of the first row; rows are those of `in_flight`."""
+    host_room_bytes: int | None = None
+    """What a device may keep in its host's memory; None: nothing is kept there, or as much as it takes."""
 
     def on_rank(self, rank: int) -> Segments:
         """The segments of this rank's device: all devices are alike."""
@@ -184,7 +186,8 @@ class Segments:
 
     @cached_property
     def fixed_bytes(self) -> Table:
-        """Bytes of every segment that no recompute choice changes: OGP, outputs in flight, receive buffers."""
+        """Bytes of every segment that no recompute choice changes: OGP, outputs in flight, receive buffers; where
+        activations are offloaded (O2), inputs in flight, too."""
         ogp = self._sums(lambda options: options[0].ogp_bytes)
         for shared in self.costs.shared:
             ogp = ogp - np.maximum(self._users(shared.layers) - 1, 0) * shared.ogp_bytes
@@ -192,7 +195,17 @@ class Segments:
         incoming, outgoing = behind[self.starts], behind[self.stops]
         is_last = np.arange(self.stages) == self.costs.layout.pipeline_parallel_degree - 1 - self.first
         received = np.where(is_last[:, None, None], incoming, incoming + outgoing)
-        table: Table = ogp + self._units * outgoing + RECEIVE_BUFFERS * received
+        kept = incoming + outgoing if self.costs.layout.activation_offload else outgoing
+        table: Table = ogp + self._units * kept + RECEIVE_BUFFERS * received
+        return table
+
+    @cached_property
+    def host_bytes(self) -> Table:
+        """What every segment keeps in its host's memory: equations (O4) and (O7)."""
+        states = self._sums(lambda options: options[0].host_optimizer_bytes)
+        for shared in self.costs.shared:
+            states = states - np.maximum(self._users(shared.layers) - 1, 0) * shared.host_optimizer_bytes
+        table: Table = states + self._units * self._sums(lambda options: options[0].host_activation_bytes)
         return table
 
     @property
@@ -229,14 +242,14 @@ class Segments:
 
     @cached_property
     def fits(self) -> Mask:
-        """Segments that exist and have a recompute choice within the capacity."""
+        """Segments that exist and have a recompute choice within the capacity, of device and host."""
         leanest = self._sums(lambda options: min(cost.activation_bytes for cost in options))
         held = self.fixed_bytes + self._units * leanest
         surely = self.is_segment & (held + self._largest(_temporary_of_leanest) <= self.room_bytes)
         maybe = self.is_segment & ~surely & (held + self._largest(_least_temporary) <= self.room_bytes)
         if maybe.any():
             surely |= maybe & (self.least_bytes <= self.room_bytes)
-        return surely
+        return surely if self.host_room_bytes is None else surely & (self.host_bytes <= self.host_room_bytes)
 
     @cached_property
     def choosers(self) -> tuple[LayerModes, ...]:

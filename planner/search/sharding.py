@@ -103,13 +103,20 @@ def _no_slower(better: Link, worse: Link) -> bool:
     return better is worse or (faster and better.latency_seconds <= worse.latency_seconds)
 
 
+def _is_leaner(one: LayerCost, other: LayerCost) -> bool:
+    """On the device, or, where states are offloaded, in the host's memory or while they are updated."""
+    states, temporary = one.host_optimizer_bytes, one.temporary_bytes
+    leaner_host = states < other.host_optimizer_bytes or temporary < other.temporary_bytes
+    return leaner_host or one.ogp_bytes < other.ogp_bytes
+
+
 def _longer(
     worse: Mapping[RecomputeMode, LayerCost], better: Mapping[RecomputeMode, LayerCost], *, costs: LayoutCosts
 ) -> int | None:
     """Ticks by which a layer lengthens every tail; None where it may not, or is faster or leaner."""
     pairs = [(worse[mode], better[mode]) for mode in worse]
     for a, b in pairs:
-        if (a.forward_ticks, a.backward_ticks) != (b.forward_ticks, b.backward_ticks) or a.ogp_bytes < b.ogp_bytes:
+        if (a.forward_ticks, a.backward_ticks) != (b.forward_ticks, b.backward_ticks) or _is_leaner(a, b):
             return None
     a, b = pairs[0]
     reduction, update = a.reduction_ticks - b.reduction_ticks, a.optimizer_ticks - b.optimizer_ticks

@@ -29,7 +29,6 @@ from planner.cost import (
     Workload,
     choose,
     evaluate,
-    held_units,
     layout_costs,
     schedule_of,
     stage_memory,
@@ -281,7 +280,7 @@ def _families(work: Workload, space: Space) -> Iterator[Open]:
         if work.groups or not family.standing.are_alike:
             yield Open(family.standing.least_ticks, (place,), family)
             continue
-        key = (family.split, family.sequence_chunks)
+        key = (family.split, family.sequence_chunks, family.offloading.activations)
         if key not in known:
             known[key] = _least_work(work, family)
         total, longest, passing = known[key]
@@ -402,8 +401,7 @@ def dealt_candidate(layout: Dealt) -> Candidate | None:
     costs, schedule = layout.costs, layout_schedule(layout.costs)
     stage_map = layout.layers.stage_map(layout.sizes)
     stages = choose(costs, stage_map)
-    memory = stage_memory(costs, stages, held_units(costs, stages, schedule))
-    if any(row.peak_bytes > row.capacity_bytes for row in memory):
+    if not all(row.fits for row in stage_memory(costs, stages, schedule)):
         return None
     return Candidate(costs, schedule, stage_map, evaluate(costs, schedule, stages))
 

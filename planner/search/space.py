@@ -1,4 +1,5 @@
-"""The layouts of a workload, as families: all that agree in their degrees, micro-batch size and sequence chunks.
+"""The layouts of a workload, as families: all that agree in their degrees, micro-batch size, sequence chunks and in
+what they offload.
 
 (D1)  data x tensor x pipeline x context = devices; the expert degree divides data x context           -> families()
 (D2)  global batch = data x micro-batch size x micro-batches; where data does not divide, some data ranks have one
@@ -16,6 +17,7 @@
 (D8)  ZeRO's states are shared out by all data- and context-parallel ranks, or by groups of k of them: k divides their
       number, and is a multiple of the expert degree, so that every group holds all experts       -> _zeros()
 (D13) a sequence stays whole, or is cut into chunks, under the schedules for them               -> planner.search.chunks
+(D14) activations, states of the optimizer, both or nothing go to the host's memory         -> planner.search.offloading
 (D7)  the orders of a family's micro-batches                                              -> planner.search.orders
 """
 
@@ -30,6 +32,7 @@ from typing import NamedTuple
 from planner.cost import Workload
 from planner.errors import UnsupportedError
 from planner.search.chunks import CHUNKS, Rows, chunks_of
+from planner.search.offloading import NOTHING, Offloading, check_offload_constraints, offloadings_of, orders_offloading
 from planner.search.orders import (
     MOST_VIRTUAL_STAGES,
     Order,
@@ -71,6 +74,7 @@ class Family:
     zeros: tuple[Zero, ...]
     """By stage; larger groups first."""
     orders: tuple[Order, ...]
+    offloading: Offloading = NOTHING
 
     @property
     def split(self) -> tuple[int, int, int, int, bool]:
@@ -120,6 +124,8 @@ class Family:
             rank_order=rank_order or self.standing.rank_orders[0],
             micro_batch_shares=self.standing.shares,
             recompute=order.recompute,
+            activation_offload=self.offloading.activations,
+            optimizer_offload=self.offloading.states,
         )
 
 
@@ -138,13 +144,14 @@ class Space:
 
 
 def space_of(work: Workload) -> Space:
-    """All layouts of a workload that the job's constraints permit: equations (D1) to (D8).
+    """All layouts of a workload that the job's constraints permit: equations (D1) to (D14).
 
     Raises:
-        UnsupportedError: a constraint asks for what the search does not choose.
+        UnsupportedError: a constraint asks for what the search does not choose, or the cluster does not permit.
         UnknownNameError: a constraint names an unknown schedule.
     """
     check_constraints(work.job)
+    check_offload_constraints(work)
     found = tuple(families(work, dict(work.job.constraints)))
     return Space(found, () if found else _reasons(work))
 
@@ -186,7 +193,12 @@ def check_constraints(job: Job) -> None:
 
 
 def families(work: Workload, constraints: dict[str, Constraint]) -> Iterator[Family]:
-    """Families by (D1) to (D8) that the constraints permit."""
+    """Families by (D1) to (D14) that the constraints permit."""
+    for offloading in offloadings_of(work, constraints):
+        yield from _families(work, constraints, offloading)
+
+
+def _families(work: Workload, constraints: dict[str, Constraint], offloading: Offloading) -> Iterator[Family]:
     whole = work.job.optimizer in WHOLE_PARAMETERS
     schedules = schedules_of(constraints.get("schedule"))
     wish = recompute_wish(constraints.get("recompute"))
@@ -209,16 +221,30 @@ def families(work: Workload, constraints: dict[str, Constraint]) -> Iterator[Fam
             if degrees[0] * context % expert:
                 continue
             for standing in standings_of(work, degrees, size, constraints.get("rank_order"), speeds):
+                if offloading != NOTHING and not standing.are_alike:
+                    continue
                 alone = whole or degrees[0] * context == 1 or (pipeline > 1 and shares_shards[split])
                 for chunks in cuts[split] if standing.are_alike else (1,):
+                    orders = orders_of(work, pipeline, standing, chunks, schedules, virtual, modes[split])
+                    if offloading.activations:
+                        orders = orders_offloading(orders, work.sizes[split], wish) if chunks == 1 else ()
                     family = Family(
                         *degrees,
                         micro_batch_size=size,
                         sequence_parallel=sequence_parallel,
                         sequence_chunks=chunks,
                         standing=standing,
-                        zeros=_permitted_zeros(work, degrees, standing, chunks, constraints, is_alone=alone),
-                        orders=orders_of(work, pipeline, standing, chunks, schedules, virtual, modes[split]),
+                        zeros=_permitted_zeros(
+                            work,
+                            degrees,
+                            standing,
+                            chunks,
+                            constraints,
+                            is_alone=alone,
+                            offloads_activations=offloading.activations,
+                        ),
+                        orders=orders,
+                        offloading=offloading,
                     )
                     if family.count and _permitted(family, constraints):
                         yield family
@@ -232,15 +258,18 @@ def _permitted_zeros(
     constraints: dict[str, Constraint],
     *,
     is_alone: bool,
+    offloads_activations: bool,
 ) -> tuple[Zero, ...]:
-    """Ways to share out states: equations (D5), (D8) and (D13); replicas that differ take none that exchange in every
-    micro-batch, and neither they nor a heterogeneous cluster groups."""
+    """Ways to share out states: equations (D5), (D8), (D13) and (D14); replicas that differ take none that exchange in
+    every micro-batch, and neither they nor a heterogeneous cluster groups."""
     data, _, _, context, expert = degrees
     zeros = ((Zero(0), 1),) if is_alone else _zeros(data * context, expert)
     if work.groups or not standing.are_alike:
         zeros = tuple((zero, ranks) for zero, ranks in zeros if zero.shards is None)
     if chunks > 1 or not standing.are_alike:
         zeros = tuple((zero, ranks) for zero, ranks in zeros if zero.stage < 2)
+    if offloads_activations:
+        zeros = tuple((zero, ranks) for zero, ranks in zeros if zero.stage < 3)
     return tuple(zero for zero, ranks in zeros if _takes_zero(zero, ranks, constraints))
 
 

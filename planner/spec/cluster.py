@@ -134,6 +134,12 @@ class NodeGroup(Document):
     host_memory_bytes: int | None = Field(default=None, gt=0)
     """Of one node, for all its devices together: what may be offloaded there. None: not known, nothing is offloaded."""
 
+    def share_of_node(self, devices: int) -> dict[str, int | None]:
+        """Fields of some devices of a node: with the part of its host's memory that is theirs."""
+        whole = self.host_memory_bytes
+        share = None if whole is None else max(1, whole * devices // self.devices_per_node)
+        return {"devices_per_node": devices, "host_memory_bytes": share}
+
     @property
     def device_price_per_hour(self) -> float | None:
         """Of one device: the group's price, else the device's; None: not known."""
@@ -163,7 +169,7 @@ class Cluster(Document):
         return sum(known) if len(known) == len(prices) else None
 
     def part(self, devices: Mapping[int, int]) -> Cluster:
-        """Some of its devices as a cluster of their own; links and prices stay.
+        """Some of its devices as a cluster of their own; links and prices stay, and each device's part of its host.
 
         Args:
             devices: how many of every node, by its number through all groups; nodes that are not named are left out.
@@ -176,7 +182,7 @@ class Cluster(Document):
             first += group.nodes
             used = [devices[node] for node in nodes]
             for count in sorted(set(used), reverse=True):
-                part = group.model_copy(update={"nodes": used.count(count), "devices_per_node": count})
+                part = group.model_copy(update={"nodes": used.count(count), **group.share_of_node(count)})
                 groups.append((min(places[node] for node in nodes), part))
         ordered = tuple(part for _, part in sorted(groups, key=lambda each: each[0]))
         return self.model_copy(update={"node_groups": ordered})

@@ -88,6 +88,12 @@ class RankMemory(Document):
     host_capacity_bytes: int | None = None
     """This device's part of its node's memory; None: not known."""
 
+    @property
+    def fits(self) -> bool:
+        """In the device's memory and, as far as that is known, in the host's."""
+        on_host = self.host_capacity_bytes is None or self.host_bytes <= self.host_capacity_bytes
+        return on_host and self.peak_bytes <= self.capacity_bytes
+
 
 class Prediction(Document):
     """Time and memory of one step."""

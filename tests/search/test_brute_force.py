@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cost import TICK_SECONDS, choose, evaluate, held_units, layout_costs, schedule_of, stage_memory, workload
+from planner.cost import TICK_SECONDS, choose, evaluate, layout_costs, schedule_of, stage_memory, workload
 from planner.search import plan
 from planner.search.solve import bounded
 from planner.spec import Infeasible, Layout, Plan, canonical_json
@@ -128,6 +128,6 @@ def test_cost_model_and_validator_agree(data: st.DataObject) -> None:
     schedule = schedule_of(costs)
     for one in price(facts(instance.profile, instance.cluster, instance.job, layout)):
         stages = choose(costs, one.stage_map)
-        memory = stage_memory(costs, stages, held_units(costs, stages, schedule))
+        memory = stage_memory(costs, stages, schedule)
         assert evaluate(costs, schedule, stages).total_ticks == one.nanoseconds
         assert tuple(row.peak_bytes for row in memory) == one.peaks
