@@ -2,44 +2,29 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from planner.errors import RunError
-from planner.executor.nodes import NodesPolicy, run_node
 from planner.executor.reference import train_reference
-from planner.executor.settings import RunSettings
-from planner.spec import MeasuredRun, Plan
 from profiler.models import load_model
 from tests.executor.plans import source_of
+from tests.torchrun.elastic_nodes import EVERY, FIRST, SECOND, WAIT_SECONDS, Nodes, kill_node, store
 from tests.torchrun.node_rank import Planner, Rebalancer
 
 pytestmark = pytest.mark.torchrun
-STEPS, EVERY, KILLED_AFTER = 80, 4, 6
+STEPS, KILLED_AFTER = 80, 6
 SLOW_STEPS = 80
-FIRST, SECOND = "127.0.0.1", "127.0.0.2"
-"""Addresses of the two nodes."""
-WAIT_SECONDS = 120.0
 
 
 @pytest.fixture(scope="module")
 def rendezvous() -> Iterator[str]:
-    """Address of a store for all runs, in a process of its own: no node is lost with it."""
-    command = [sys.executable, "-m", "planner.executor.rendezvous", "127.0.0.1:0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        yield process.stdout.readline().split()[-1]
-        process.terminate()
+    """Address of a store for all runs: no node is lost with it."""
+    with store() as (address, process):
+        yield address
     assert process.returncode == 0
 
 
@@ -49,72 +34,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-class Nodes:
-    """Starts nodes, and keeps what rank 0 says."""
-
-    def __init__(self, folder: Path, rendezvous: str, plan: Plan, model: str, **settings: Any) -> None:
-        self.lines: list[str] = []
-        self._run = folder.name
-        self._rendezvous = rendezvous
-        self._plan = plan
-        kept: dict[str, Any] = {"checkpoint_dir": str(folder / "checkpoints"), "checkpoint_every": EVERY}
-        self._settings = RunSettings(model=model, device="cpu", timeout_seconds=60, **kept, **settings)
-        self._pool = ThreadPoolExecutor()
-
-    def start(self, address: str, devices: int, most: int = 1) -> Future[tuple[MeasuredRun, bool]]:
-        """A node, in a thread that follows it."""
-        policy = NodesPolicy(
-            least=1,
-            most=most,
-            run_id=self._run,
-            devices=devices,
-            ranks=("-m", "tests.torchrun.node_rank"),
-            rendezvous=self._rendezvous,
-            address=address,
-            last_call_seconds=6,
-            heartbeat_seconds=1,
-        )
-        return self._pool.submit(run_node, self._plan, self._settings, policy, log=self.lines.append)
-
-    def wait_for(self, reached: Callable[[str], bool]) -> None:
-        """Until rank 0 says it."""
-        until = time.monotonic() + WAIT_SECONDS
-        while not any(map(reached, list(self.lines))):
-            assert time.monotonic() < until, self.lines
-            time.sleep(0.05)
-
-
-def kill_node(address: str) -> None:
-    """SIGKILL the agent of this address, and its ranks."""
-    agents = [pid for pid in processes() if f"--address={address}".encode() in words_of(pid)]
-    (agent,) = (pid for pid in agents if parent_of(pid) == os.getpid())
-    ranks = [pid for pid in processes() if parent_of(pid) == agent]
-    assert ranks
-    for pid in (agent, *ranks):
-        os.kill(pid, signal.SIGKILL)
-
-
-def processes() -> list[int]:
-    """Of this machine."""
-    return [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdecimal()]
-
-
-def words_of(pid: int) -> list[bytes]:
-    """Of its command."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return []
-
-
-def parent_of(pid: int) -> int:
-    """0: it has gone."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
 
 
 def test_a_killed_node_costs_no_step_beyond_the_last_checkpoint(tmp_path: Path, rendezvous: str) -> None:
