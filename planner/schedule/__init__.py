@@ -7,7 +7,7 @@ from planner.schedule.durations import Durations
 from planner.schedule.entry import ScheduleEntry
 from planner.schedule.in_flight import in_flight, in_flight_per_stage, in_flight_vectors
 from planner.schedule.memory import HeldBytes, memory_curves, peak_bytes
-from planner.schedule.order_model import Objective
+from planner.schedule.order_problem import Objective
 from planner.schedule.requirements import Requirement, requirements
 from planner.schedule.simulate import Event, Simulation, simulate
 from planner.schedule.synthesize import Placement, Synthesis, synthesize

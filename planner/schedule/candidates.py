@@ -1,8 +1,8 @@
-"""Orders that a synthesis may start from: canonical ones within the memory limit, and simple ones that always fit."""
+"""Orders that a synthesis may start from: canonical ones that fit the memory, and simple ones that always do."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from planner.errors import LayoutError
@@ -10,7 +10,8 @@ from planner.schedule.actions import Action, ActionKind, Schedule
 from planner.schedule.catalogue import build, find, names
 from planner.schedule.entry import Shape
 from planner.schedule.greedy import backward_first
-from planner.schedule.in_flight import in_flight
+from planner.schedule.requirements import Requirement, requirements
+from planner.schedule.room import Room
 from planner.schedule.sequence import chunk_units
 from planner.schedule.warm_up import one_forward_one_backward, split_backwards
 
@@ -23,10 +24,17 @@ def is_canonical(schedule: Schedule) -> bool:
     return schedule.name != LIMITED
 
 
-def candidates(shape: Schedule, limit: int) -> Iterator[Schedule]:
-    """Schedules of the shape's stages that hold at most `limit` units on every rank, each kind in order."""
-    for schedule in (*_canonical(shape), *_limited(shape, limit)):
-        if max(in_flight(schedule)) <= limit and _runs_in_order(schedule):
+def candidates(shape: Schedule, room: Room, *, is_split: bool = True) -> Iterator[Schedule]:
+    """Schedules of the shape's stages for which every rank has room, each kind in order.
+
+    Args:
+        shape: stages, ranks and units.
+        room: what the ranks may hold.
+        is_split: backwards may be I and W; else all of them are B.
+    """
+    for schedule in (*_canonical(shape), *_limited(shape, room, is_split)):
+        is_possible = is_split or Requirement.SPLIT_BACKWARD not in requirements(schedule)
+        if is_possible and _runs_in_order(schedule) and room.holds(schedule):
             yield schedule
 
 
@@ -48,17 +56,18 @@ def _canonical(shape: Schedule) -> Iterator[Schedule]:
             yield schedule
 
 
-def _limited(shape: Schedule, limit: int) -> Iterator[Schedule]:
-    """One stage per rank: ZB-H1 and ZB-H2 cut to the limit; several: as many whole micro-batches as it allows."""
-    parts = shape.virtual_stages * shape.sequence_chunks
-    if limit < parts:  # When a rank's first backward runs, it holds a whole micro-batch.
+def _limited(shape: Schedule, room: Room, is_split: bool) -> Iterator[Schedule]:
+    """One stage per rank: ZB-H1 and ZB-H2 cut to the room, or 1F1B and eager 1F1B where backwards are not split;
+    several: as many whole micro-batches as there is room for on every rank."""
+    if not room.is_enough(shape):
         return
+    units = [room.most_units(shape, rank) for rank in range(shape.ranks)]
     if shape.virtual_stages > 1:
-        rows = backward_first(shape.stage_ranks, shape.micro_batches, limit=limit // parts)
+        rows = backward_first(shape.stage_ranks, shape.micro_batches, limit=min(units) // shape.sequence_chunks)
         yield replace(shape, name=LIMITED, actions=tuple(_in_chunks(row, shape.sequence_chunks) for row in rows))
         return
     for per_rank in (1, 2):
-        rows = tuple(_cut(shape, rank, per_rank, limit) for rank in range(shape.ranks))
+        rows = tuple(_cut(shape, rank, per_rank, units[: rank + 1], is_split) for rank in range(shape.ranks))
         yield replace(shape, name=LIMITED, actions=rows)
 
 
@@ -71,13 +80,21 @@ def _in_chunks(actions: Iterable[Action], chunks: int) -> tuple[Action, ...]:
     )
 
 
-def _cut(shape: Schedule, rank: int, per_rank: int, limit: int) -> tuple[Action, ...]:
-    """Warm-up and delay of weight gradients, which together with one more are what is held."""
+def _cut(shape: Schedule, rank: int, per_rank: int, units: Sequence[int], is_split: bool) -> tuple[Action, ...]:
+    """Warm-up and delay of weight gradients, which together with one more are what is held.
+
+    Args:
+        shape: the numbers.
+        rank: whose actions.
+        per_rank: forwards of warm-up for every rank behind.
+        units: that this rank and those before it have room for; none runs further ahead than the one before it.
+        is_split: I and W; else B.
+    """
     numbers = Shape(shape.ranks, shape.micro_batches, sequence_chunks=shape.sequence_chunks)
     forwards, backwards = chunk_units(numbers, rank, (shape.micro_batches,))
-    ahead = min(limit - 1, per_rank * (shape.ranks - 1 - rank) + shape.sequence_chunks - 1)
-    delay = min(per_rank * rank, limit - 1 - ahead)
-    return split_backwards(one_forward_one_backward(forwards, backwards, ahead), delay)
+    ahead = min(min(units) - 1, per_rank * (shape.ranks - 1 - rank) + shape.sequence_chunks - 1)
+    rows = one_forward_one_backward(forwards, backwards, ahead)
+    return split_backwards(rows, min(per_rank * rank, units[-1] - 1 - ahead)) if is_split else rows
 
 
 def _runs_in_order(schedule: Schedule) -> bool:

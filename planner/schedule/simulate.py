@@ -75,6 +75,12 @@ class Simulation:
         )
 
     @property
+    def begin_seconds(self) -> tuple[float, ...]:
+        """Per rank: start of its first action."""
+        starts = self.times[0]
+        return tuple(starts[nodes[0]] for nodes in self.graph.rank_actions)
+
+    @property
     def end_seconds(self) -> tuple[float, ...]:
         """Per rank: end of its last action."""
         ends = self.times[1]
@@ -91,8 +97,7 @@ class Simulation:
 
         It is the cost of Qi et al. 2023: consecutive steps then tile like parallelograms.
         """
-        starts, ends = self.times
-        return max(ends[nodes[-1]] - starts[nodes[0]] for nodes in self.graph.rank_actions)
+        return max(end - begin for begin, end in zip(self.begin_seconds, self.end_seconds, strict=True))
 
     @property
     def bubble_fraction(self) -> float:

@@ -1,6 +1,7 @@
-"""The best order for given durations: CP-SAT over when every action starts, hinted by the best canonical schedule.
+"""The best order for given durations: CP-SAT over when every action starts, hinted by the best known schedule.
 
-The constraint program stands in `planner.schedule.order_model`.
+The question stands in `planner.schedule.order_problem`, what no order beats in `planner.schedule.order_bound`, the
+constraint program in `planner.schedule.order_model`.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from planner.errors import LayoutError, ScheduleError, UnsupportedError
+from planner.errors import ScheduleError, UnsupportedError
 from planner.schedule.actions import Schedule
-from planner.schedule.candidates import candidates, is_canonical
+from planner.schedule.candidates import is_canonical
 from planner.schedule.durations import Durations
 from planner.schedule.entry import Shape, loop_placement, wave_placement
-from planner.schedule.graph import check_stages
-from planner.schedule.order_model import SPLIT, Objective, OrderModel
+from planner.schedule.order_model import Effort, OrderModel
+from planner.schedule.order_problem import Objective, OrderProblem
+from planner.schedule.room import Room
 from planner.schedule.simulate import Simulation, simulate
 from planner.schedule.synthesized import NAME
 
@@ -42,21 +44,20 @@ class Synthesis:
     simulation: Simulation
     objective: Objective
     """What the order is best at."""
+    value: float
+    """The order's makespan or span, whichever was to be least, tails included."""
     lower_bound: float
     """No order is shorter in that, in the unit of the durations."""
     canonical: str | None
-    """The best canonical schedule of the same stages that keeps the limit; None: none does."""
+    """The best canonical schedule of the same stages that fits; None: none does."""
     canonical_value: float | None
     """Its makespan or span."""
-    seconds: float
-    """Of the search."""
-    solution_seconds: float
+    seconds: float = 0.0
+    """Of the solver."""
+    solution_seconds: float = 0.0
     """After which this order was found; 0 when no order is better than the one that the search began with."""
-
-    @property
-    def value(self) -> float:
-        """The order's makespan or span, whichever was to be least."""
-        return self.objective.of(self.simulation)
+    deterministic: float = 0.0
+    """Work of the solver, in its own measure."""
 
     @property
     def gap(self) -> float:
@@ -115,50 +116,73 @@ def synthesize(
         UnsupportedError: too many actions for the solver.
     """
     shape = best_shape(ranks, micro_batches, virtual_stages, sequence_chunks, placement)
-    _check(durations, shape)
-    limit = shape.units * virtual_stages if memory_limit is None else memory_limit
-    known = [simulate(each, durations) for each in candidates(shape, limit)]
-    if not known:
-        return None
-    start = min(known, key=objective.of)
-    named = min((each for each in known if is_canonical(each.schedule)), key=objective.of, default=None)
-    found = OrderModel(shape, durations, limit, start, objective).solve(time_limit_seconds)
-    best = min((start, *_simulated(found.schedule, durations, limit)), key=objective.of)
-    schedule = replace(best.schedule, name=shape.name)
-    return Synthesis(
-        schedule=schedule,
-        simulation=replace(best, schedule=schedule),
-        objective=objective,
-        lower_bound=min(found.lower_bound, objective.of(best)),
-        canonical=named.schedule.name if named else None,
-        canonical_value=objective.of(named) if named else None,
-        seconds=found.seconds,
-        solution_seconds=0.0 if best is start else found.solution_seconds,
-    )
-
-
-def _check(durations: Durations, shape: Schedule) -> None:
-    actions = len(SPLIT) * shape.stages * shape.units
-    if actions > MOST_ACTIONS:
+    room = Room.of_units(shape, memory_limit)
+    problem = OrderProblem(shape, durations, room, objective=objective)
+    if problem.actions > MOST_ACTIONS:
         raise UnsupportedError(
-            f"an order of {actions} actions is too large to search, the most is {MOST_ACTIONS}.",
+            f"an order of {problem.actions} actions is too large to search, the most is {MOST_ACTIONS}.",
             field="micro_batches",
             mend="synthesise for fewer micro-batches, or use a canonical schedule.",
         )
-    check_stages(shape, durations)
-    if any(durations.overlap):
-        raise LayoutError(
-            f"{NAME} pairs no actions, so nothing overlaps.", field="overlap", mend="leave the overlap out."
-        )
+    known = best_known(problem)
+    return known and best_order(problem, known, Effort(seconds=time_limit_seconds))
 
 
-def _simulated(schedule: Schedule | None, durations: Durations, limit: int) -> Iterable[Simulation]:
+def best_known(problem: OrderProblem) -> Synthesis | None:
+    """The best order that needs no search, with the bound that needs none; None when no order fits."""
+    known = problem.known()
+    if not known:
+        return None
+    named = next((each for each in known if is_canonical(each.schedule)), None)
+    return _synthesis(
+        problem,
+        known[0],
+        problem.bound(),
+        named.schedule.name if named else None,
+        problem.of(named) if named else None,
+    )
+
+
+def best_order(problem: OrderProblem, known: Synthesis, effort: Effort, *, below: float | None = None) -> Synthesis:
+    """The best order that CP-SAT finds, or the known one where that is no worse.
+
+    Args:
+        problem: what is asked for.
+        known: of the same problem; what it has proven already is not searched.
+        effort: when to give up.
+        below: only orders that take less matter: the bound is then no higher than this; None: those that are no worse
+            than the known one.
+    """
+    target = known.value if below is None else min(below, known.value)
+    if known.lower_bound >= target:
+        return known
+    found = OrderModel(problem, known.simulation, below).solve(effort)
+    best = min((known.simulation, *_simulated(found.schedule, problem)), key=problem.of)
+    made = _synthesis(problem, best, max(known.lower_bound, found.lower_bound), known.canonical, known.canonical_value)
+    is_new = best is not known.simulation
+    return replace(
+        made,
+        seconds=found.seconds,
+        solution_seconds=found.solution_seconds if is_new else 0.0,
+        deterministic=found.deterministic,
+    )
+
+
+def _synthesis(
+    problem: OrderProblem, best: Simulation, bound: float, canonical: str | None, canonical_value: float | None
+) -> Synthesis:
+    schedule, value = replace(best.schedule, name=problem.shape.name), problem.of(best)
+    simulation = replace(best, schedule=schedule)
+    return Synthesis(schedule, simulation, problem.objective, value, min(bound, value), canonical, canonical_value)
+
+
+def _simulated(schedule: Schedule | None, problem: OrderProblem) -> Iterable[Simulation]:
     """The solver's order with the real durations; actions that last no tick may have come out in a wrong order."""
     if schedule is None:
         return
     try:
-        simulation = simulate(schedule, durations)
+        simulation = simulate(schedule, problem.durations)
     except ScheduleError:
         return
-    if max(simulation.peak_in_flight) <= limit:
+    if problem.room.holds(schedule):
         yield simulation

@@ -1,8 +1,5 @@
 """Synthesised orders are valid, within the memory limit, proven, and never worse than a canonical schedule."""
 
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -10,21 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.errors import LayoutError, ScheduleError
+from planner.errors import LayoutError
 from planner.schedule import (
-    Action,
     ActionKind,
     Durations,
     Objective,
     Placement,
-    Schedule,
-    Simulation,
     build,
-    in_flight,
     simulate,
 )
-from planner.schedule.order_model import SPLIT
+from planner.schedule.room import Room
 from planner.schedule.synthesize import Synthesis, best_shape, synthesize
+from tests.schedule.orders import simulated_orders
 
 SLOW_SECOND_STAGE = Durations(
     forward=(10, 15, 10, 10),
@@ -87,39 +81,6 @@ def test_rounded_durations_keep_the_bound() -> None:
     assert made.gap < 1e-4
 
 
-def rank_orders(stages: tuple[int, ...], units: int, chunks: int) -> list[tuple[Action, ...]]:
-    """Every order of a rank in which nothing stands before what its own rank must have run for it."""
-    wanted = {Action(stage, kind, unit) for stage in stages for kind in SPLIT for unit in range(units)}
-
-    def before(action: Action) -> set[Action]:
-        stage, kind, unit = action
-        if kind is ActionKind.FORWARD:
-            earlier = {Action(stage, kind, unit - 1)} if unit % chunks else set()
-            return earlier | {Action(each, kind, unit) for each in stages if each < stage}
-        if kind is ActionKind.BACKWARD_WEIGHT:
-            return {Action(stage, ActionKind.BACKWARD_INPUT, unit)}
-        later = {Action(stage, kind, unit + 1)} if (unit + 1) % chunks else set()
-        return later | {Action(stage, ActionKind.FORWARD, unit), *(Action(s, kind, unit) for s in stages if s > stage)}
-
-    def extend(done: tuple[Action, ...]) -> list[tuple[Action, ...]]:
-        left = wanted.difference(done)
-        if not left:
-            return [done]
-        return [row for action in sorted(left) if before(action) <= set(done) for row in extend((*done, action))]
-
-    return extend(())
-
-
-def simulated_orders(shape: Schedule, durations: Durations, limit: int) -> Iterator[Simulation]:
-    """Every order of every rank with every order of the others, as far as they run and keep the limit."""
-    rows = [rank_orders(shape.stages_of(rank), shape.units, shape.sequence_chunks) for rank in range(shape.ranks)]
-    for actions in product(*rows):
-        schedule = replace(shape, actions=actions)
-        if max(in_flight(schedule)) <= limit:
-            with suppress(ScheduleError):  # orders that dead-lock are no orders
-                yield simulate(schedule, durations)
-
-
 @settings(max_examples=12, deadline=None)
 @given(
     st.data(),
@@ -152,7 +113,8 @@ def test_brute_force_agrees(
         objective=objective,
         memory_limit=limit,
     )
-    least = min(map(objective.of, simulated_orders(shape, durations, limit)), default=None)
+    orders = simulated_orders(shape, durations, Room.of_units(shape, limit))
+    least = min(map(objective.of, orders), default=None)
     if made is None or least is None:
         assert made is None
         assert least is None
