@@ -13,7 +13,10 @@ from planner.search.account import EQUATIONS
 
 MOST_COLUMNS = 8
 """Stages or ranks side by side; of more, those in between are left out."""
-KEY = "equations: T and C of layers, L of links, S of the step, M of memory, K of constants; they stand in planner/cost"
+KEY = (
+    "equations: T and C of layers, L of links, S of the step, M of memory, O of offloading, K of constants; they stand "
+    "in planner/cost"
+)
 
 
 def explanation_text(account: Account) -> str:
@@ -25,6 +28,7 @@ def explanation_text(account: Account) -> str:
         _table("each stage and micro-batch, ms", account.stages, "_seconds", 1e3, "stage"),
         _table("each pipeline rank and step, ms", ranks, "_seconds", 1e3, "pipeline_rank"),
         _table("each pipeline rank at its peak, GiB", ranks, "_bytes", 1 / GIB, "pipeline_rank"),
+        _host(account),
         _in_flight(account),
         _constants(account),
         KEY,
@@ -32,11 +36,19 @@ def explanation_text(account: Account) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _table(title: str, columns: Sequence[Any], ending: str, scale: float, number: str) -> str:
-    """One column per stage or rank, one row per part that is not zero everywhere."""
+def _host(account: Account) -> str:
+    """Nothing where nothing is offloaded."""
+    if not any(rank.host_bytes for rank in account.ranks):
+        return ""
+    return _table("its part of its host, GiB", account.ranks, "_bytes", 1 / GIB, "pipeline_rank", of_host=True)
+
+
+def _table(title: str, columns: Sequence[Any], ending: str, scale: float, number: str, *, of_host: bool = False) -> str:
+    """One column per stage or rank, one row per part that is not zero everywhere, of the device or of its host."""
     shown = _shown(columns)
     rows = []
-    for name in (each.name for each in fields(columns[0]) if each.name.endswith(ending)):
+    names = [each.name for each in fields(columns[0]) if each.name.endswith(ending)]
+    for name in (each for each in names if ("host" in each) == of_host):
         if any(getattr(column, name) for column in columns):
             values = (f"{getattr(column, name) * scale:.3f}" if column is not None else "..." for column in shown)
             rows.append((_spoken(name, ending), EQUATIONS.get(name, ""), *values))

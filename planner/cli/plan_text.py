@@ -14,6 +14,8 @@ BAR_WIDTH = 20
 DEGREES = {"data_parallel_degree": "data", "tensor_parallel_degree": "tensor", "pipeline_parallel_degree": "pipeline"}
 RARE_DEGREES = {"context_parallel_degree": "context", "expert_parallel_degree": "expert"}
 
+OFFLOADED = {"activation_offload": "activations on the host", "optimizer_offload": "optimizer states on the host"}
+
 
 def plan_text(plan: Plan) -> str:
     """Layout, stages, prediction, memory, proof and alternatives."""
@@ -71,6 +73,7 @@ def layout_line(layout: Layout) -> str:
         words.append(f"ZeRO {layout.zero_stage}{group}")
     if layout.sequence_parallel:
         words.append("sequence parallel")
+    words += [word for field, word in OFFLOADED.items() if getattr(layout, field)]
     if layout.rank_order != Layout().rank_order:
         words.append(f"rank order {layout.rank_order}")
     if layout.micro_batch_shares is not None:
@@ -198,18 +201,35 @@ def _memory(memory: Sequence[RankMemory]) -> str:
             *(f"{getattr(row, f'{kind}_bytes') / GIB:.2f}" for kind in kinds),
             f"{row.peak_bytes / GIB:.2f}",
             f"{row.capacity_bytes / GIB:.2f}",
-            _fill(row),
+            _filled(row.peak_bytes, row.capacity_bytes),
         )
         for row in memory
     ]
     header = ("pipeline rank", *kinds, "peak", "capacity", "filled")
-    return "memory of one device, in GiB\n" + table(header, rows, left=(0, len(header) - 1))
+    device = "memory of one device, in GiB\n" + table(header, rows, left=(0, len(header) - 1))
+    return f"{device}\n\n{_host(memory)}" if any(row.host_bytes for row in memory) else device
 
 
-def _fill(row: RankMemory) -> str:
-    fraction = row.peak_bytes / row.capacity_bytes if row.capacity_bytes > 0 else float("inf")
-    over = " OVER" if row.peak_bytes > row.capacity_bytes else ""
-    share = percent(fraction) if row.capacity_bytes > 0 else "no room at all"
+def _host(memory: Sequence[RankMemory]) -> str:
+    """What devices keep in their nodes' memory."""
+    rows = [
+        (
+            str(row.pipeline_rank),
+            f"{row.host_bytes / GIB:.2f}",
+            f"{row.host_capacity_bytes / GIB:.2f}",
+            _filled(row.host_bytes, row.host_capacity_bytes),
+        )
+        for row in memory
+        if row.host_capacity_bytes is not None
+    ]
+    header = ("pipeline rank", "offloaded", "its part", "filled")
+    return "memory of one device's host, in GiB\n" + table(header, rows, left=(0, 3))
+
+
+def _filled(used_bytes: int, capacity_bytes: int) -> str:
+    fraction = used_bytes / capacity_bytes if capacity_bytes > 0 else float("inf")
+    over = " OVER" if used_bytes > capacity_bytes else ""
+    share = percent(fraction) if capacity_bytes > 0 else "no room at all"
     return f"{bar(fraction, BAR_WIDTH)} {share}{over}"
 
 
@@ -219,6 +239,7 @@ def _alternative(alternative: Alternative) -> str:
 
 
 def _miss(miss: Miss) -> str:
-    needs = f"needs {gibibytes(miss.needed_bytes)} of {gibibytes(miss.capacity_bytes)}"
+    whose = " of its host" if miss.memory == "host" else ""
+    needs = f"needs {gibibytes(miss.needed_bytes)} of {gibibytes(miss.capacity_bytes)}{whose}"
     too_much = f"pipeline rank {miss.pipeline_rank} {needs}: {gibibytes(miss.missing_bytes)} too much"
     return f"  {layout_line(miss.layout)}\n      {too_much}"

@@ -54,7 +54,7 @@ def reserved_bytes(work: Workload) -> int:
 
 def held_units(costs: LayoutCosts, stages: Sequence[StageLayers], schedule: Schedule) -> tuple[dict[int, int], ...]:
     """By pipeline rank: of each of its stages the micro-batches (or chunks) held when the rank holds most bytes."""
-    unit = [_unit_bytes(costs, stages, index) for index in range(len(stages))]
+    unit = [unit_bytes(costs, stages, index) for index in range(len(stages))]
     ranks = []
     for rank in range(schedule.ranks):
         mine = schedule.stages_of(rank)
@@ -84,7 +84,7 @@ def _rank_memory(
     layers = [cost for index in mine for _, cost in stages[index]]
     parameters, gradients, optimizer = _ogp_bytes(costs, [layer for index in mine for layer in stages[index]])
     chunks = costs.layout.sequence_chunks
-    activations = sum(count * _unit_bytes(costs, stages, index) for index, count in units.items())
+    activations = sum(count * unit_bytes(costs, stages, index) for index, count in units.items())
     buffers = 1 if costs.work.framework.frees_outputs else RECEIVE_BUFFERS
     activations += buffers * max(-(-buffer_bytes(costs, stages, index) // chunks) for index in mine)
     activations += sum(cost.attention.bytes for cost in layers) if chunks > 1 else 0
@@ -109,14 +109,20 @@ def _rank_memory(
 def _host_bytes(costs: LayoutCosts, stages: Sequence[StageLayers], schedule: Schedule, rank: int) -> int:
     """What a pipeline rank keeps in its host's memory at most: equations (O4) and (O7)."""
     costs, mine = costs.on_rank(rank), schedule.stages_of(rank)
-    states = sum(cost.host_optimizer_bytes for stage in mine for _, cost in stages[stage])
-    held = {layer for stage in mine for layer, _ in stages[stage]}
-    for shared in costs.shared:
-        states -= max(0, len(held.intersection(shared.layers)) - 1) * shared.host_optimizer_bytes
+    states = host_states_bytes(costs, [layer for stage in mine for layer in stages[stage]])
     if not costs.layout.activation_offload:
         return states
     sizes = [sum(cost.host_activation_bytes for _, cost in stages[stage]) for stage in mine]
     return states + max(sum(n * size for n, size in zip(units, sizes, strict=True)) for units in crests(schedule, rank))
+
+
+def host_states_bytes(costs: LayoutCosts, mine: StageLayers) -> int:
+    """Optimizer states of a rank's layers that lie in its host's memory: equation (O7)."""
+    held = {layer for layer, _ in mine}
+    repeated = sum(
+        max(0, len(held.intersection(shared.layers)) - 1) * shared.host_optimizer_bytes for shared in costs.shared
+    )
+    return sum(cost.host_optimizer_bytes for _, cost in mine) - repeated
 
 
 def _ogp_bytes(costs: LayoutCosts, mine: StageLayers) -> tuple[int, int, int]:
@@ -145,7 +151,7 @@ def _gradient_bytes(costs: LayoutCosts, layers: Sequence[LayerCost], sharded: in
     return (ACCUMULATED_BYTES * elements if is_whole else sharded) + traits.copied_gradient_bytes * elements
 
 
-def _unit_bytes(costs: LayoutCosts, stages: Sequence[StageLayers], index: int) -> int:
+def unit_bytes(costs: LayoutCosts, stages: Sequence[StageLayers], index: int) -> int:
     """Saved activations of one micro-batch, or its chunk's share, and what the stage puts out; offloaded: takes in."""
     whole = sum(cost.activation_bytes for _, cost in stages[index])
     whole += 0 if costs.work.framework.frees_outputs else outgoing_bytes(costs, stages, index)

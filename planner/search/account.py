@@ -24,6 +24,7 @@ from planner.cost import (
     tail_ticks,
     workload,
 )
+from planner.cost.memory import host_states_bytes
 from planner.cost.step import Played, by_rank
 from planner.schedule import Durations, Schedule
 from planner.spec.calibration import Constants
@@ -36,6 +37,7 @@ EQUATIONS = {
     "forward_seconds": "T1 C2",
     "backward_seconds": "T2 C3",
     "recompute_seconds": "T2 C4",
+    "offload_seconds": "O1",
     "collectives_seconds": "T1 T2 L1-L5",
     "gathers_seconds": "T6",
     "exchange_seconds": "S1",
@@ -45,19 +47,22 @@ EQUATIONS = {
     "reduction_seconds": "T4 L1-L3",
     "shared_seconds": "S3",
     "hidden_seconds": "S5",
-    "optimizer_seconds": "T3",
+    "optimizer_seconds": "T3 O5",
     "step_seconds": "S4",
     "parameters_bytes": "M1",
     "gradients_bytes": "M1",
-    "optimizer_bytes": "M1",
+    "optimizer_bytes": "M1 O6",
     "saved_bytes": "M2 M5",
-    "buffers_bytes": "M2",
-    "temporary_bytes": "M3 M5",
+    "buffers_bytes": "M2 O2",
+    "temporary_bytes": "M3 M5 O3 O6",
     "gathered_bytes": "M3",
     "reserved_bytes": "M4",
     "peak_bytes": "M4",
+    "saved_on_host_bytes": "O4",
+    "states_on_host_bytes": "O7",
+    "host_bytes": "O8",
 }
-"""Part -> equations of `planner.cost`: T and C of a layer, L of links, S of the step, M of memory."""
+"""Part -> equations of `planner.cost`: T and C of a layer, L of links, S of the step, M of memory, O of offloading."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,8 @@ class StageAccount:
     recompute_seconds: float
     collectives_seconds: float
     """Tensor-, context- and expert-parallel, forward, backward and recomputed."""
+    offload_seconds: float
+    """Saved activations on their way to the host and back."""
     gathers_seconds: float
     """ZeRO 3: what compute does not hide."""
     exchange_seconds: float
@@ -106,7 +113,7 @@ class RankAccount:
     saved_bytes: int
     """Activations of the micro-batches in flight."""
     buffers_bytes: int
-    """Outputs kept for the backward, and receive buffers."""
+    """Outputs kept for the backward, with offloaded activations inputs too, and receive buffers."""
     temporary_bytes: int
     gathered_bytes: int
     """ZeRO 3: whole parameters of the layers at work."""
@@ -114,6 +121,14 @@ class RankAccount:
     peak_bytes: int
     """Sum of the above."""
     capacity_bytes: int
+    saved_on_host_bytes: int
+    """Activations of the micro-batches in flight."""
+    states_on_host_bytes: int
+    """Of the optimizer."""
+    host_bytes: int
+    """Sum of both."""
+    host_capacity_bytes: int | None
+    """None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +201,7 @@ def _stage(
         backward_seconds=_sum(mine, "backward_compute_ticks"),
         recompute_seconds=_sum(mine, "recompute_ticks"),
         collectives_seconds=_sum(mine, "communication_ticks"),
+        offload_seconds=_sum(mine, "offload_ticks"),
         gathers_seconds=_sum(mine, "gather_ticks"),
         exchange_seconds=(_worked(spent, stage) - worked) * TICK_SECONDS,
         transfer_seconds=0.0 if is_last else spent.transfer_forward[stage] * TICK_SECONDS,
@@ -209,6 +225,7 @@ def _rank(
     work = costs.micro_batches * int(sum(_worked(spent, stage) for stage in held))
     reduction = _reduction_ticks(costs.on_rank(rank), layers, {layer for stage in held for layer, _ in stages[stage]})
     shared = _shared_ticks(costs, by_rank(schedule, stages), rank)
+    states_on_host = host_states_bytes(costs.on_rank(rank), [layer for stage in held for layer in stages[stage]])
     saved = sum(count * sum(cost.activation_bytes for _, cost in stages[stage]) for stage, count in units.items())
     return RankAccount(
         pipeline_rank=rank,
@@ -229,6 +246,10 @@ def _rank(
         reserved_bytes=memory.reserved_bytes,
         peak_bytes=memory.peak_bytes,
         capacity_bytes=memory.capacity_bytes,
+        saved_on_host_bytes=memory.host_bytes - states_on_host,
+        states_on_host_bytes=states_on_host,
+        host_bytes=memory.host_bytes,
+        host_capacity_bytes=memory.host_capacity_bytes,
     )
 
 

@@ -22,6 +22,7 @@ _PARTS = {
     "data_parallel_seconds": "gradient reduction",
     "optimizer_seconds": "the optimizer",
     "bubble_seconds": "the pipeline bubble",
+    "offload_seconds": "copies to the host and back",
 }
 _QUANTITIES = {
     "compute_seconds": "time of compute",
@@ -103,7 +104,19 @@ def explanation(best: Candidate, prediction: Prediction, found: Found) -> tuple[
         f"The step is {spent}.",
         f"The fullest device is on pipeline rank {fullest.pipeline_rank}: {fullest.peak_bytes / 2**30:.2f} of "
         f"{fullest.capacity_bytes / 2**30:.2f} GiB.",
+        *_host_text(prediction),
         _proof_text(report, best.costs.work.job),
+    )
+
+
+def _host_text(prediction: Prediction) -> tuple[str, ...]:
+    """What the fullest host holds, where something is offloaded."""
+    fullest = max(prediction.memory, key=lambda row: row.host_bytes)
+    if not fullest.host_bytes:
+        return ()
+    return (
+        f"Each of its devices keeps up to {fullest.host_bytes / 2**30:.2f} GiB in its node's memory, on pipeline rank "
+        f"{fullest.pipeline_rank}; its part of that is {(fullest.host_capacity_bytes or 0) / 2**30:.2f} GiB.",
     )
 
 
@@ -189,11 +202,12 @@ def misses(found: Found) -> tuple[Miss, ...]:
 
 def _miss(costs: LayoutCosts) -> Miss:
     wish = recompute_wish(costs.work.job.constraints.get("recompute"))
-    rank, needed, capacity = least_memory(costs, choices(costs, wish))
+    least = least_memory(costs, choices(costs, wish))
     return Miss(
         layout=costs.layout,
-        pipeline_rank=rank,
-        needed_bytes=needed,
-        capacity_bytes=capacity,
-        missing_bytes=needed - capacity,
+        pipeline_rank=least.pipeline_rank,
+        needed_bytes=least.needed_bytes,
+        capacity_bytes=least.capacity_bytes,
+        missing_bytes=least.needed_bytes - least.capacity_bytes,
+        memory=least.memory,
     )

@@ -5,11 +5,15 @@ from __future__ import annotations
 import time
 
 from planner.cost import layout_costs, placement, schedule_of, workload
+from planner.cost.offload import missing_for_offload
 from planner.search.planning import predict
 from planner.spec.job import CONSTRAINABLE
 from planner.spec.layout import PredictionLayout
 from planner.spec.plan import Infeasible, Plan, PlanRequest, SearchReport
 from planner.spec.profile import ModelProfile
+
+_OFFLOADS = ("activation_offload", "optimizer_offload")
+"""Fixed only where there is a choice, so that plans of other clusters keep their ids."""
 
 
 def plan_layout(request: PlanRequest, profile: ModelProfile, layout: PredictionLayout) -> Plan | Infeasible:
@@ -32,7 +36,8 @@ def plan_layout(request: PlanRequest, profile: ModelProfile, layout: PredictionL
     if not forecast.fits:
         return Infeasible(reasons=forecast.reasons)
     work = workload(profile, cluster, job)
-    fixed = {field: forecast.layout.constrained(field) for field in CONSTRAINABLE}
+    left_out = _OFFLOADS if missing_for_offload(work) else ()
+    fixed = {field: forecast.layout.constrained(field) for field in CONSTRAINABLE if field not in left_out}
     given = request.model_copy(update={"job": job.model_copy(update={"constraints": fixed})})
     return Plan(
         id=given.id,

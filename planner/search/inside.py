@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from planner.cost import (
     tail_ticks,
 )
 from planner.schedule import critical_path
-from planner.search.bounds import BOUNDED, Totals, lower_bound, room_bytes, warm_ups
+from planner.search.bounds import BOUNDED, Totals, host_room_bytes, lower_bound, room_bytes, warm_ups
 from planner.search.lanes import Lane, lanes_of, windows_on
 from planner.search.paths import Cut, Path, Ways, most_even
 from planner.search.recompute import cheapest_modes
@@ -274,17 +275,32 @@ def solve_layout(
     return inside
 
 
-def least_memory(costs: LayoutCosts, modes: tuple[LayerModes, ...]) -> tuple[int, int, int]:
-    """(pipeline rank, bytes, capacity) of the rank with least room left, reserved bytes included, under the stage map
-    that leaves it most."""
+class LeastMemory(NamedTuple):
+    """Of the rank that has least room left, under the stage map that leaves it most."""
+
+    pipeline_rank: int
+    needed_bytes: int
+    """Reserved bytes included."""
+    capacity_bytes: int
+    memory: Literal["device", "host"] = "device"
+    """Whose: that which lacks more."""
+
+
+def least_memory(costs: LayoutCosts, modes: tuple[LayerModes, ...]) -> LeastMemory:
+    """What a layout needs at least of devices and hosts."""
     windows = Windows.everywhere(len(modes), costs.layout.pipeline_parallel_degree)
     lanes, ranks = lanes_of(costs, modes, windows, must_fit=False), range(costs.layout.pipeline_parallel_degree)
     room = np.array([[room_bytes(lane.costs.on_rank(rank)) for rank in ranks] for lane in lanes])
     missing = [lane.segments.least_bytes - own[:, None, None] for lane, own in zip(lanes, room, strict=True)]
-    found = most_even(np.maximum.reduce(missing) + room.max(), lanes[0].segments.is_segment)
+    host_room, segments = host_room_bytes(costs), lanes[0].segments
+    on_host = [] if host_room is None else [segments.host_bytes - host_room]
+    found = most_even(np.maximum.reduce([*missing, *on_host]) + max(room.max(), host_room or 0), segments.is_segment)
     assert found is not None, "a layout has no more stages than layers"
     peaks = [(max(int(each[rank, x, y]) for each in missing), -rank) for rank, (x, y) in enumerate(found[1])]
+    hosts = [(int(on_host[0][rank, x, y]), -rank) for rank, (x, y) in enumerate(found[1])] if on_host else []
+    if host_room is not None and max(hosts)[0] > max(peaks)[0]:
+        return LeastMemory(-max(hosts)[1], max(hosts)[0] + host_room, host_room, "host")
     over, rank = max(peaks)[0], -max(peaks)[1]
     fullest = max(lanes, key=lambda lane: missing[lanes.index(lane)][rank][found[1][rank]])
     capacity = fullest.costs.on_rank(rank).work.capacity_bytes
-    return rank, over + capacity, capacity
+    return LeastMemory(rank, over + capacity, capacity)

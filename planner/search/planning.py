@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from planner import __version__
 from planner.cost import (
@@ -18,8 +18,9 @@ from planner.cost import (
     stage_ranks,
     workload,
 )
+from planner.cost.offload import missing_for_offload
 from planner.errors import LayoutError, MismatchError, UnsupportedError
-from planner.schedule import Schedule, canonical_name, find
+from planner.schedule import Requirement, Schedule, canonical_name, find, requirements
 from planner.search.bounds import BOUNDED
 from planner.search.dealt import Uniform, deal, ranks_of
 from planner.search.explain import (
@@ -198,10 +199,13 @@ def _infeasible(work: Workload, space: Space, found: Found, limits: Limits) -> I
             f"none of the {space.count} layouts fits {work.device.id}: every stage map needs more than the "
             f"{work.capacity_bytes} bytes that the job may use of its {work.device.memory_bytes}"
         )
+        if missing_for_offload(work) is None:
+            reason += f", or than the {work.host_capacity_bytes} bytes that are its part of its node's memory"
     advice = [
         f"nearest: pipeline rank {miss.pipeline_rank} of data {miss.layout.data_parallel_degree} x tensor "
         f"{miss.layout.tensor_parallel_degree} x pipeline {miss.layout.pipeline_parallel_degree}, micro-batch "
-        f"{miss.layout.micro_batch_size}, needs {miss.needed_bytes} bytes, {miss.missing_bytes} too many"
+        f"{miss.layout.micro_batch_size}, needs {miss.needed_bytes} bytes{' of its host' * (miss.memory == 'host')}, "
+        f"{miss.missing_bytes} too many"
         for miss in nearest[:1]
         if found.report.optimal
     ]
@@ -237,7 +241,8 @@ def predict(
     Raises:
         LayoutError: the degrees, batch or layers per stage do not fit together.
         UnknownNameError: no framework has this name.
-        UnsupportedError: ``per-layer`` recomputation with several stages per rank.
+        UnsupportedError: ``per-layer`` recomputation with several stages per rank, or offloading to a host that is
+            not known.
         SpecError: the documents do not belong together.
     """
     work = workload(profile, cluster, job, framework=framework, constants=constants)
@@ -248,6 +253,7 @@ def predict(
     _check_sequence_chunks(plain, job)
     costs = layout_costs(work, plain)
     _check_stages(layout, costs)
+    _check_full_backwards(costs)
     return _forecast(costs, _stage_map(costs, layout.layers_per_stage))
 
 
@@ -283,6 +289,17 @@ def _check_sequence_chunks(layout: Layout, job: Job) -> None:
             f"a sequence of {job.sequence_length} tokens does not divide into {given} equal chunks{shared}.",
             field="layout.sequence_chunks",
             mend="give a number that divides the tokens of a rank.",
+        )
+
+
+def _check_full_backwards(costs: LayoutCosts) -> None:
+    layout = costs.layout
+    if layout.activation_offload and Requirement.SPLIT_BACKWARD in requirements(schedule_of(costs)):
+        raise LayoutError(
+            f"activation_offload does not go with the schedule {layout.schedule!r}, which splits backwards: each half "
+            "would want what was saved.",
+            field="layout.schedule",
+            mend="give a schedule of full backwards, such as 1f1b, or leave activations on the device.",
         )
 
 
@@ -348,7 +365,7 @@ def _forecast(costs: LayoutCosts, stage_map: StageMap) -> Forecast:
     schedule = schedule_of(costs)
     stages = choose(costs, stage_map)
     prediction = predict_step(costs, schedule, stages)
-    too_full = tuple(_overflow(row) for row in prediction.memory if row.peak_bytes > row.capacity_bytes)
+    too_full = tuple(reason for row in prediction.memory for reason in _overflows(row))
     return Forecast(
         layout=costs.layout,
         micro_batches=costs.micro_batches,
@@ -359,8 +376,14 @@ def _forecast(costs: LayoutCosts, stage_map: StageMap) -> Forecast:
     )
 
 
-def _overflow(row: RankMemory) -> str:
-    return (
-        f"pipeline rank {row.pipeline_rank} needs {row.peak_bytes} bytes, {row.peak_bytes - row.capacity_bytes} more "
-        f"than the {row.capacity_bytes} that the job may use"
-    )
+def _overflows(row: RankMemory) -> Iterator[str]:
+    if row.peak_bytes > row.capacity_bytes:
+        yield (
+            f"pipeline rank {row.pipeline_rank} needs {row.peak_bytes} bytes, {row.peak_bytes - row.capacity_bytes} "
+            f"more than the {row.capacity_bytes} that the job may use"
+        )
+    if row.host_capacity_bytes is not None and row.host_bytes > row.host_capacity_bytes:
+        yield (
+            f"pipeline rank {row.pipeline_rank} needs {row.host_bytes} bytes of its node's memory, "
+            f"{row.host_bytes - row.host_capacity_bytes} more than the {row.host_capacity_bytes} that are its part"
+        )

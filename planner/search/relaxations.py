@@ -1,11 +1,11 @@
 """What a limit costs: the same search with one limit relaxed.
 
-    (X1)  more memory per device; the job without one of its constraints; the global batch that is nearest and divides
-          by the devices                                                                       -> relaxations()
+    (X1)  more memory per device; twice the hosts' memory, where that is known; the job without one of its constraints;
+          the global batch that is nearest and divides by the devices                          -> relaxations()
     (X2)  each is searched below the plan's step per sample alone, with a fixed amount of work; so most of what gains
           nothing is excluded by its bounds                                                    -> _searched()
-    (X3)  where nothing fits: the memory that the nearest miss lacks, no headroom, the job without one of its
-          constraints, more nodes; each until one layout fits                                  -> remedies()
+    (X3)  where nothing fits: the memory that the nearest misses lack, of devices and of hosts, no headroom, the job
+          without one of its constraints, more nodes; each until one layout fits               -> remedies()
 
 Work is counted in parts of the space taken up, not in seconds, so that the answer is always the same.
 """
@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from planner.cost import TICK_SECONDS, Workload, workload
+from planner.cost.offload import missing_for_offload
 from planner.errors import SpecError
 from planner.search.explain import with_recompute
 from planner.search.inside import NO_LIMIT, least_memory
@@ -71,7 +72,12 @@ def relaxations(best: Candidate, limits: Limits) -> tuple[Relaxation, ...]:
     per_sample = best.ticks / work.job.global_batch_size
     found: list[Relaxation] = []
     by_memory = 0.0
-    for change in (*_memory_changes(work), *_without_constraints(work), *_batches(work)):
+    for change in (
+        *_memory_changes(work),
+        *_host_memory_changes(work),
+        *_without_constraints(work),
+        *_batches(work),
+    ):
         if limits.should_stop():
             break
         state = _searched(work.profile, change, limits, int(per_sample * change.job.global_batch_size))
@@ -107,7 +113,7 @@ def _remedy(profile: ModelProfile, change: _Change, limits: Limits) -> Relaxatio
         wish = recompute_wish(change.job.constraints.get("recompute"))
         near = (one for one in unfit(work, space_of(work)) if not limits.should_stop())
         least = ((one, least_memory(one, choices(one, wish))) for one in near)
-        fits = (one for one, (_, needed, capacity) in least if needed <= capacity)
+        fits = (one for one, need in least if need.needed_bytes <= need.capacity_bytes)
         costs = next(fits, None)
         if costs is not None:
             given = {name: costs.layout.constrained(name) for name in CONSTRAINABLE if name != "recompute"}
@@ -162,6 +168,20 @@ def _with_memory(work: Workload, extra_bytes: int, words: str) -> _Change:
     return _Change("memory", words, work.cluster.model_copy(update={"node_groups": tuple(groups)}), job)
 
 
+def _with_host_memory(work: Workload, extra_bytes: int) -> _Change:
+    """Nodes of the only node group with so much more memory."""
+    (group,) = work.cluster.node_groups
+    larger = group.model_copy(update={"host_memory_bytes": (group.host_memory_bytes or 0) + extra_bytes})
+    words = f"{gibibytes(extra_bytes)} more of the host's memory per node"
+    return _Change("host_memory", words, work.cluster.model_copy(update={"node_groups": (larger,)}), work.job)
+
+
+def _host_memory_changes(work: Workload) -> Iterator[_Change]:
+    """Twice the hosts' memory, where something may be offloaded."""
+    if missing_for_offload(work) is None:
+        yield _with_host_memory(work, work.cluster.node_groups[0].host_memory_bytes or 0)
+
+
 def _without_constraints(work: Workload) -> Iterator[_Change]:
     """The job without each of its constraints."""
     for name, constraint in work.job.constraints.items():
@@ -181,9 +201,12 @@ def _batches(work: Workload) -> Iterator[_Change]:
 
 
 def _missing_memory(work: Workload, nearest: tuple[Miss, ...]) -> Iterator[_Change]:
-    """What the nearest miss lacks."""
-    for miss in nearest[:1]:
+    """What the nearest miss lacks of the devices' memory, and what the nearest lacks of the hosts'."""
+    of_devices, of_hosts = ([miss for miss in nearest if miss.memory == whose] for whose in ("device", "host"))
+    for miss in of_devices[:1]:
         yield _with_memory(work, miss.missing_bytes, f"{gibibytes(miss.missing_bytes)} more per device")
+    for miss in of_hosts[:1]:
+        yield _with_host_memory(work, miss.missing_bytes * work.devices_per_node)
 
 
 def _headroom(work: Workload) -> Iterator[_Change]:

@@ -161,7 +161,7 @@ class Relaxation(Document):
     """What the plan would gain if one of its limits were another."""
 
     constraint: str
-    """``memory``, ``devices``, ``global_batch_size``, or ``constraints.FIELD`` of the job."""
+    """``memory``, ``host_memory``, ``devices``, ``global_batch_size``, or ``constraints.FIELD`` of the job."""
     change: str
     """In words, such as "4 GiB more per device"."""
     layout: Layout
@@ -300,6 +300,8 @@ class Miss(Document):
     """Least memory of this rank over all partitions and recompute choices."""
     capacity_bytes: int
     missing_bytes: int
+    memory: Literal["device", "host"] = "device"
+    """Whose bytes these are: of the one that misses by more."""
 
 
 class Infeasible(Document):

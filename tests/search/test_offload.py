@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from itertools import groupby
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost import TICK_SECONDS, choose, evaluate, layout_costs, schedule_of, stage_memory, workload
-from planner.search import plan
+from planner.errors import LayoutError, UnsupportedError
+from planner.search import account, plan, predict
 from planner.search.solve import bounded
-from planner.spec import Infeasible, Plan
+from planner.spec import Cluster, Infeasible, ModelProfile, Plan
+from planner.spec.layout import PredictionLayout
+from planner.spec.plan import Breakdown
 from planner.validate import check
 from tests.brute_force import PARTITIONED, Priced, facts, layouts, price, price_all
-from tests.builders import request
+from tests.builders import cluster, job, layer, profile, request, with_recompute
 from tests.strategies import Instance, instances
 
 _BANDWIDTHS = (499979687.0, 4999999937.0, 99999999977.0)
@@ -53,7 +57,7 @@ def hosted_instances(draw: st.DrawFn) -> tuple[Instance, list[Priced]]:
     return with_host(plain, bandwidth, max(1, memory), max(1, host)), priced
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(hosted_instances())
 def test_plan_is_the_optimum_with_a_host(case: tuple[Instance, list[Priced]]) -> None:
     """The plan takes exactly the least time of all that fit device and host, and holds; infeasible when none does."""
@@ -74,7 +78,7 @@ def test_plan_is_the_optimum_with_a_host(case: tuple[Instance, list[Priced]]) ->
     assert not offloads or all(one.nanoseconds > least for one in plain), "at a tie nothing is offloaded"
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(hosted_instances(), st.data())
 def test_cost_model_and_validator_agree_on_offloading(case: tuple[Instance, list[Priced]], data: st.DataObject) -> None:
     """Two programs written from the same equations give the same nanoseconds and bytes for any stage map."""
@@ -107,3 +111,166 @@ def test_bounds_of_offloaded_layouts_are_admissible(case: tuple[Instance, list[P
         fitting = [one.nanoseconds for one in same if fits(one, instance)]
         if layout.schedule in PARTITIONED and fitting:
             assert bounded(work, layout, ("per-layer",)).bound_ticks <= min(fitting)
+
+
+@settings(max_examples=10)
+@given(hosted_instances())
+def test_misses_of_hosts_and_devices(case: tuple[Instance, list[Priced]]) -> None:
+    """A miss lacks exactly what the stage map of its layout lacks that comes nearest, of its device or its host."""
+    instance, priced = case
+    group = instance.cluster.node_groups[0]
+    small = with_host(instance, _BANDWIDTHS[1], 1000 + min((one.peak for one in priced), default=1) // 2, 7)
+    found = plan(request(instance.profile, small.cluster, instance.job), instance.profile)
+    if isinstance(found, Plan):
+        return
+    for miss in found.nearest:
+        recompute = "none" if miss.layout.schedule in PARTITIONED else miss.layout.recompute
+        same = [one for one in priced if one.layout == miss.layout.model_copy(update={"recompute": recompute})]
+        work = workload(instance.profile, small.cluster, instance.job)
+        lacking = [max(one.peak - work.capacity_bytes, max(one.hosts) - 7 if any(one.hosts) else 0) for one in same]
+        assert miss.missing_bytes == miss.needed_bytes - miss.capacity_bytes == min(lacking) > 0
+        assert miss.capacity_bytes == (7 if miss.memory == "host" else work.capacity_bytes)
+    assert group.host_memory_bytes is not None
+
+
+MIB = 2**20
+
+
+def hosted(devices: int = 2, *, memory_mib: int = 100, host_mib: int | None = 1000, bandwidth: float = 1e10) -> Cluster:
+    """One node whose host is known."""
+    found = cluster(devices, memory_bytes=memory_mib * MIB, host_bandwidth_bytes_per_second=bandwidth)
+    known = {"host_memory_bytes": None if host_mib is None else host_mib * MIB}
+    return found.model_copy(update={"node_groups": (found.node_groups[0].model_copy(update=known),)})
+
+
+def keeps_much() -> ModelProfile:
+    """Four layers that save 20 MiB each per micro-batch."""
+    return profile(layer(activation=20 * MIB, parameters=100_000, output=MIB) * 4)
+
+
+def planned(machines: Cluster, **constraints: Any) -> Plan | Infeasible:
+    """What the search answers for them on two pipeline ranks."""
+    wanted = {"pipeline_parallel_degree": 2, "schedule": "1f1b"} | constraints
+    return plan(request(keeps_much(), machines, job(8, **wanted)), keeps_much())
+
+
+def test_activations_go_to_the_host_where_they_do_not_fit() -> None:
+    """With room for them nothing is offloaded; with less, activations are, and the plan says where their bytes are."""
+    roomy, tight = planned(hosted()), planned(hosted(memory_mib=60))
+    assert isinstance(roomy, Plan)
+    assert isinstance(tight, Plan)
+    assert not roomy.layout.activation_offload
+    assert roomy.prediction.memory[0].host_bytes == 0
+    assert tight.layout.activation_offload
+    assert [row.host_bytes for row in tight.prediction.memory] == [80 * MIB, 40 * MIB]
+    assert tight.prediction.memory[0].host_capacity_bytes == 500 * MIB
+    assert tight.prediction.breakdown.offload_seconds == pytest.approx(8 * 2 * 2 * 20 * MIB / 8e9)
+    assert any("keeps up to 0.08 GiB in its node's memory" in sentence for sentence in tight.explanation)
+    assert check(tight, keeps_much()).problems == ()
+
+
+def test_without_host_memory_nothing_is_offloaded() -> None:
+    """A cluster that does not tell its hosts' memory has the space that it had, and keeps its ids."""
+    known, unknown = planned(hosted()), planned(hosted(host_mib=None))
+    assert isinstance(known, Plan)
+    assert isinstance(unknown, Plan)
+    assert unknown.search.layouts_considered < known.search.layouts_considered
+    assert unknown.prediction.memory[0].host_capacity_bytes is None
+    assert isinstance(planned(hosted(memory_mib=60, host_mib=None)), Infeasible)
+
+
+@pytest.mark.parametrize("field", ["activation_offload", "optimizer_offload"])
+def test_constraints_fix_and_exclude_offloading(field: str) -> None:
+    """Fixed, every alternative offloads; excluded, none does; and where the host is not known, fixing is refused."""
+    for wish in (True, False):
+        found = planned(hosted(), **{field: wish})
+        assert isinstance(found, Plan)
+        assert all(getattr(one.layout, field) is wish for one in (found, *found.alternatives))
+    with pytest.raises(UnsupportedError, match=r"host_memory_bytes is not given|host_memory_bytes: is not given"):
+        planned(hosted(host_mib=None), **{field: True})
+    assert isinstance(planned(hosted(host_mib=None), **{field: False}), Plan)
+
+
+def test_states_that_do_not_exist_stay_where_they_are() -> None:
+    """SGD in bf16 keeps no states: offloading them is permitted, changes nothing, and is chosen by nobody."""
+    step = job(8, optimizer="sgd", precision="bf16", pipeline_parallel_degree=2, schedule="1f1b")
+    free = plan(request(keeps_much(), hosted(), step), keeps_much())
+    asked = step.model_copy(update={"constraints": {**step.constraints, "optimizer_offload": True}})
+    fixed = plan(request(keeps_much(), hosted(), asked), keeps_much())
+    assert isinstance(free, Plan)
+    assert isinstance(fixed, Plan)
+    assert not free.layout.optimizer_offload
+    assert fixed.layout.optimizer_offload
+    assert free.prediction.step_seconds == fixed.prediction.step_seconds
+
+
+def test_a_host_that_is_too_small_is_named() -> None:
+    """When only the host's memory is short, the reasons name it, and the bytes that it lacks make a plan fit."""
+    found = planned(hosted(memory_mib=60, host_mib=20), activation_offload=True)
+    assert isinstance(found, Infeasible)
+    assert found.nearest[0].memory == "host"
+    assert found.nearest[0].capacity_bytes == 10 * MIB
+    assert "node's memory" in found.reasons[0]
+    row = next(one for one in found.relaxations if one.constraint == "host_memory")
+    more = planned(hosted(memory_mib=60, host_mib=20 + 2 * found.nearest[0].missing_bytes // MIB))
+    assert isinstance(more, Plan)
+    assert more.layout.activation_offload
+    assert row.layout.activation_offload
+
+
+@pytest.mark.parametrize(
+    ("layout", "error", "words"),
+    [
+        ({"schedule": "zb-h1"}, LayoutError, "splits backwards"),
+        ({"recompute": "full"}, LayoutError, "recompute 'full'"),
+        ({"zero_stage": 3, "data_parallel_degree": 2}, LayoutError, "zero_stage 3"),
+    ],
+)
+def test_predict_refuses_what_cannot_be_offloaded(layout: dict[str, Any], error: type[Exception], words: str) -> None:
+    """By name, and only together with offloaded activations."""
+    wanted = PredictionLayout.model_validate({"pipeline_parallel_degree": 2, "activation_offload": True} | layout)
+    machines = hosted(wanted.devices)
+    with pytest.raises(error, match=words):
+        predict(keeps_much(), machines, job(8), wanted)
+    predict(with_recompute(), machines, job(8), wanted.model_copy(update={"activation_offload": False}))
+
+
+def test_predict_says_what_the_host_lacks() -> None:
+    """A layout whose activations do not fit the host does not fit, by as many bytes as they are more."""
+    wanted = PredictionLayout(pipeline_parallel_degree=2, activation_offload=True)
+    told = predict(keeps_much(), hosted(host_mib=100), job(8), wanted)
+    assert not told.fits
+    assert told.reasons == (
+        f"pipeline rank 0 needs {80 * MIB} bytes of its node's memory, {30 * MIB} more than the {50 * MIB} that are "
+        "its part",
+    )
+    assert predict(keeps_much(), hosted(host_mib=160), job(8), wanted).fits
+
+
+def test_the_account_of_an_offloaded_layout_adds_up() -> None:
+    """Bytes on the device to its peak, those on the host to what it keeps there, seconds to the step."""
+    wanted = PredictionLayout(pipeline_parallel_degree=2, activation_offload=True, optimizer_offload=True)
+    documents = (keeps_much(), hosted(), job(8))
+    told = predict(*documents, wanted)
+    found = account(*documents, told)
+    for rank, row in zip(found.ranks, told.prediction.memory, strict=True):
+        device = (rank.parameters_bytes, rank.gradients_bytes, rank.optimizer_bytes, rank.saved_bytes)
+        device += (rank.buffers_bytes, rank.temporary_bytes, rank.gathered_bytes, rank.reserved_bytes)
+        assert sum(device) == rank.peak_bytes == row.peak_bytes
+        assert rank.saved_on_host_bytes + rank.states_on_host_bytes == rank.host_bytes == row.host_bytes
+        assert min(rank.saved_on_host_bytes, rank.states_on_host_bytes) > 0
+    assert found.stages[0].offload_seconds == pytest.approx(2 * 2 * 20 * MIB / 8e9)
+    assert sum(vars_of(told.prediction.breakdown)) == pytest.approx(told.prediction.step_seconds)
+
+
+def vars_of(breakdown: Breakdown) -> list[float]:
+    """Its parts."""
+    return [getattr(breakdown, name) for name in type(breakdown).model_fields]
+
+
+def test_part_of_a_node_has_part_of_its_host() -> None:
+    """Three of a node's four devices share three quarters of its memory: a device's part stays what it was."""
+    whole = hosted(4, host_mib=1002)
+    (group,) = whole.part({0: 3}).node_groups
+    assert group.host_memory_bytes == 1002 * MIB * 3 // 4
+    assert group.host_memory_bytes // 3 == 1002 * MIB // 4
