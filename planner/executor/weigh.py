@@ -8,12 +8,8 @@ It moves when the steps that are left are shorter by more than the move takes:
                  and those in which nodes find each other, where they must
           -> implemented in `Pace.record` and `weigh`
 
-And when stages drift from the plan, for one device is slower than the others, another partition is asked for:
-
-    (E3)  drift of a pipeline rank = measured / predicted seconds of its actions, over the median of all ranks' ratios
-          -> implemented in `Pace.drift`
-
-A plan that is wrong for all ranks alike has no drift: another partition would not help.
+And when stages drift from the plan, for one device is slower than the others (`planner.executor.drift`), another
+partition is asked for, and weighed alike.
 """
 
 from __future__ import annotations
@@ -26,15 +22,12 @@ from types import MappingProxyType
 from typing import Protocol
 
 from planner.errors import PlannerError
+from planner.executor.drift import WARM_UP_STEPS, DriftWatch
 from planner.spec.measured import Decision, Segment
 from planner.spec.plan import Plan
 
-WARM_UP_STEPS = 2
-"""Of a launch; they say nothing about its step time."""
-DRIFT_STEPS = 8
-"""That medians are taken over, at least."""
-DRIFT = 1.2
-"""From here on a pipeline rank is slow: equation (E3). What several ranks of one machine differ by is less."""
+RECENT_STEPS = 64
+"""That the seconds of a step now are the median of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +61,10 @@ class Pace:
         self.plan = plan
         self.losses: dict[int, float] = {}
         self.seconds: dict[int, float] = {}
-        self.busy: list[Sequence[float]] = []
-        """Of every step, by pipeline rank."""
+        self.drift = DriftWatch()
         self.startup_seconds = 0.0
-        self.weighed_drift = False
-        """Once in a launch: what was decided by is not less true later."""
+        self.told_error = False
+        """Why drift cannot be weighed; it would come again."""
         self._first_step = first_step
         self._begun = time.monotonic()
 
@@ -81,7 +73,7 @@ class Pace:
         if not self.losses:
             self.startup_seconds = max(time.monotonic() - self._begun - seconds, 0.0)
         self.losses[step], self.seconds[step] = loss, seconds
-        self.busy.append(busy_seconds)
+        self.drift.record(busy_seconds)
 
     @property
     def trained(self) -> int:
@@ -90,16 +82,9 @@ class Pace:
 
     @property
     def step_seconds(self) -> float:
-        """Median of this launch's steps, the first ones apart."""
+        """Median of this launch's newest steps, the first ones apart."""
         seconds = list(self.seconds.values())
-        return statistics.median(seconds[min(WARM_UP_STEPS, len(seconds) - 1) :])
-
-    def drift(self, predicted: Sequence[float]) -> tuple[float, ...]:
-        """How much longer every pipeline rank takes than the median one, against the plan: equation (E3)."""
-        measured = [statistics.median(of_rank) for of_rank in zip(*self.busy[-DRIFT_STEPS:], strict=True)]
-        ratios = [seconds / wanted for seconds, wanted in zip(measured, predicted, strict=True)]
-        middle = statistics.median_low(ratios)
-        return tuple(ratio / middle for ratio in ratios)
+        return statistics.median(seconds[min(WARM_UP_STEPS, len(seconds) - 1) :][-RECENT_STEPS:])
 
     def segment(self) -> Segment:
         """What it trained."""
@@ -173,7 +158,7 @@ class Drift:
     """Pipeline ranks have become slower than others."""
 
     ratios: tuple[float, ...] = ()
-    """Of every pipeline rank: equation (E3)."""
+    """Of every pipeline rank: equation (R2) of `planner.executor.drift`."""
     found: Rebalanced | None = None
     """None: no other partition is faster."""
     error: str = ""
@@ -183,16 +168,13 @@ class Drift:
 def look_for_drift(pace: Pace, planner: Rebalancer) -> Drift | None:
     """Ask for another partition where ranks have become slow; None: they have not, it is too early to tell, or it was
     looked at before."""
-    if pace.weighed_drift or len(pace.busy) < WARM_UP_STEPS + DRIFT_STEPS:
+    if pace.told_error or not pace.drift.is_due:
         return None
     try:
-        ratios = pace.drift(planner.busy_seconds(pace.plan))
-        if max(ratios) < DRIFT:
-            return None
-        pace.weighed_drift = True
-        return Drift(ratios, planner.rebalance(pace.plan, ratios))
+        ratios = pace.drift.look(planner.busy_seconds(pace.plan))
+        return None if ratios is None else Drift(ratios, planner.rebalance(pace.plan, ratios))
     except PlannerError as error:
-        pace.weighed_drift = True
+        pace.told_error = True
         return Drift(error=str(error))
 
 

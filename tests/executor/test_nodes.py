@@ -290,7 +290,7 @@ def test_a_run_stays_where_nothing_is_gained(tmp_path: Path, monkeypatch: pytest
 def test_slow_ranks_lose_layers_without_a_rendezvous(tmp_path: Path) -> None:
     """The same processes go on by another plan."""
     pilot, journal = pilot_of(tmp_path, Planner(), [()])
-    assert train(pilot, 100, busy=(1.0, 2.5)) == 16
+    assert train(pilot, 100, busy=(1.0, 2.5)) == 24
     how, plan = pilot.end(stopped=True)
     assert (how, plan and plan.id) == ("moved", "rebalanced")
     (moved,) = journal.decisions()

@@ -17,7 +17,7 @@ from tests.torchrun.node_rank import Planner, Rebalancer
 
 pytestmark = pytest.mark.torchrun
 STEPS, KILLED_AFTER = 80, 6
-SLOW_STEPS = 80
+SLOW_STEPS = 100
 
 
 @pytest.fixture(scope="module")
