@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple, Self
 
 from planner.errors import ScheduleError
@@ -60,17 +60,6 @@ class Action(NamedTuple):
         return cls(int(stage), ActionKind(kind), int(micro_batch))
 
 
-_new_action: Callable[[tuple[int, ActionKind, int]], Action] = partial(tuple.__new__, Action)
-
-
-def actions_of(kind: ActionKind, units: Iterable[tuple[int, int]]) -> list[Action]:
-    """One action of this kind for every (stage, micro-batch).
-
-    Large schedules are made so: a named tuple's own constructor takes three times as long.
-    """
-    return list(map(_new_action, [(stage, kind, micro_batch) for stage, micro_batch in units]))
-
-
 @contextmanager
 def without_collection() -> Iterator[None]:
     """Keep the cyclic garbage collector from walking a million new actions again and again; none is in a cycle."""
@@ -96,7 +85,7 @@ class Schedule:
     """Pieces that each micro-batch's sequence is cut into."""
     stage_ranks: tuple[int, ...]
     """Pipeline rank of each stage."""
-    actions: tuple[tuple[Action, ...], ...]
+    actions: tuple[Sequence[Action], ...]
     """Per rank, in the order in which the rank runs them."""
     replica_ranks: tuple[int, ...] = ()
     """Pipeline rank of each stage's second copy, which runs the later half of the micro-batches; empty: no copies."""
@@ -158,7 +147,7 @@ class Schedule:
 
     def to_text(self) -> tuple[tuple[str, ...], ...]:
         """The actions as written in a plan, e.g. ``2F0``."""
-        return tuple(tuple(map(str, actions)) for actions in self.actions)
+        return tuple(tuple([f"{stage}{kind}{unit}" for stage, kind, unit in row]) for row in self.actions)
 
 
 @lru_cache(maxsize=64)

@@ -12,8 +12,8 @@ from planner.schedule.entry import Shape
 from planner.schedule.greedy import backward_first
 from planner.schedule.requirements import Requirement, requirements
 from planner.schedule.room import Room
-from planner.schedule.sequence import chunk_units
-from planner.schedule.warm_up import one_forward_one_backward, split_backwards
+from planner.schedule.rows import Row
+from planner.schedule.warm_up import grouped_units, one_forward_one_backward, split_backwards
 
 LIMITED = "limited"
 """Name of the orders that are no canonical schedule."""
@@ -67,8 +67,8 @@ def _limited(shape: Schedule, room: Room, is_split: bool) -> Iterator[Schedule]:
         yield replace(shape, name=LIMITED, actions=tuple(_in_chunks(row, shape.sequence_chunks) for row in rows))
         return
     for per_rank in (1, 2):
-        rows = tuple(_cut(shape, rank, per_rank, units[: rank + 1], is_split) for rank in range(shape.ranks))
-        yield replace(shape, name=LIMITED, actions=rows)
+        cut = tuple(_cut(shape, rank, per_rank, units[: rank + 1], is_split) for rank in range(shape.ranks))
+        yield replace(shape, name=LIMITED, actions=cut)
 
 
 def _in_chunks(actions: Iterable[Action], chunks: int) -> tuple[Action, ...]:
@@ -80,7 +80,7 @@ def _in_chunks(actions: Iterable[Action], chunks: int) -> tuple[Action, ...]:
     )
 
 
-def _cut(shape: Schedule, rank: int, per_rank: int, units: Sequence[int], is_split: bool) -> tuple[Action, ...]:
+def _cut(shape: Schedule, rank: int, per_rank: int, units: Sequence[int], is_split: bool) -> Row:
     """Warm-up and delay of weight gradients, which together with one more are what is held.
 
     Args:
@@ -91,10 +91,10 @@ def _cut(shape: Schedule, rank: int, per_rank: int, units: Sequence[int], is_spl
         is_split: I and W; else B.
     """
     numbers = Shape(shape.ranks, shape.micro_batches, sequence_chunks=shape.sequence_chunks)
-    forwards, backwards = chunk_units(numbers, rank, (shape.micro_batches,))
+    forwards, backwards = grouped_units(numbers, rank, (shape.micro_batches,))
     ahead = min(min(units) - 1, per_rank * (shape.ranks - 1 - rank) + shape.sequence_chunks - 1)
-    rows = one_forward_one_backward(forwards, backwards, ahead)
-    return split_backwards(rows, min(per_rank * rank, units[-1] - 1 - ahead)) if is_split else rows
+    row = one_forward_one_backward(forwards, backwards, ahead)
+    return split_backwards(row, min(per_rank * rank, units[-1] - 1 - ahead)) if is_split else row
 
 
 def _runs_in_order(schedule: Schedule) -> bool:

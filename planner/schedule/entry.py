@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from planner.errors import LayoutError
@@ -96,7 +96,7 @@ class ScheduleEntry:
 
     name: str
     summary: str
-    rank_actions: Callable[[Shape, int], tuple[Action, ...]]
+    rank_actions: Callable[[Shape, int], Sequence[Action]]
     """The ordered actions of one pipeline rank."""
     aliases: tuple[str, ...] = ()
     """Names in other frameworks, lower case, without ``-`` and ``_``."""

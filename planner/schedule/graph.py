@@ -19,11 +19,11 @@ import numpy as np
 
 from planner.errors import LayoutError, ScheduleError
 from planner.schedule.actions import Action, Schedule, without_collection
-from planner.schedule.columns import Numbers
 from planner.schedule.durations import Durations
 from planner.schedule.kept import Kept
 from planner.schedule.levels import LEAST_WIDTH, Levels, Nodes, in_step, in_turn, width
 from planner.schedule.needs import NOTHING, Needs, producers_of, read_output
+from planner.schedule.rows import Numbers
 from planner.schedule.validity import check_schedule, wrong
 
 Times = tuple[Sequence[float], Sequence[float]]

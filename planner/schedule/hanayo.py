@@ -15,8 +15,10 @@ P ranks, V stages per rank, S = P V stages, units of P micro-batches; uniform f 
 
 from __future__ import annotations
 
-from planner.schedule.actions import Action, ActionKind, actions_of
+import numpy as np
+
 from planner.schedule.entry import ScheduleEntry, Shape, needs_even, wave_placement
+from planner.schedule.rows import BACKWARD, FORWARD, Row
 
 
 def check(shape: Shape) -> None:
@@ -24,17 +26,17 @@ def check(shape: Shape) -> None:
     needs_even("hanayo", "virtual_stages", shape.virtual_stages)
 
 
-def rank_actions(shape: Shape, rank: int) -> tuple[Action, ...]:
+def rank_actions(shape: Shape, rank: int) -> Row:
     """The rank's actions by slot."""
     owners = wave_placement(shape)
-    turn = 2 * len(owners)
-    first = [turn * (each // shape.ranks) + 2 * (each % shape.ranks) for each in range(shape.micro_batches)]
-    by_slot: dict[int, Action] = {}
-    for stage in (stage for stage, owner in enumerate(owners) if owner == rank):
-        units = [(stage, micro_batch) for micro_batch in range(shape.micro_batches)]
-        for kind, slot in ((ActionKind.FORWARD, stage), (ActionKind.BACKWARD, turn - 1 - stage)):
-            by_slot.update(zip([each + slot for each in first], actions_of(kind, units), strict=True))
-    return tuple(map(by_slot.__getitem__, sorted(by_slot)))
+    turn, each = 2 * len(owners), np.arange(shape.micro_batches)
+    first = turn * (each // shape.ranks) + 2 * (each % shape.ranks)
+    stages = np.flatnonzero(np.array(owners) == rank)[:, None]
+    slots = np.concatenate([first + stages, first + (turn - 1 - stages)]).ravel()
+    kinds = np.repeat([FORWARD, BACKWARD], len(slots) // 2)
+    order = slots.argsort()
+    both = np.tile(np.broadcast_to(stages, (len(stages), len(each))).ravel(), 2)
+    return Row(both[order], kinds[order], np.tile(each, 2 * len(stages))[order])
 
 
 HANAYO = ScheduleEntry(

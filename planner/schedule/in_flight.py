@@ -6,13 +6,16 @@ when the backward is split. A rank runs one action at a time, so the count depen
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 
-from planner.schedule.actions import Action, ActionKind, Schedule
+import numpy as np
+
+from planner.schedule.actions import Action, Schedule
 from planner.schedule.kept import Kept
+from planner.schedule.rows import BACKWARD_INPUT, FORWARD, Numbers, Row
 
-_RELEASING = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
+_CHANGES = np.array([1, -1, 0, -1])
+"""Of the units held, by kind."""
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
@@ -24,24 +27,20 @@ def in_flight_per_stage(schedule: Schedule) -> tuple[int, ...]:
     """Per stage: units held when its rank holds most (the first such moment); of two copies, the larger number."""
     held = [0] * schedule.stages
     for rank in range(schedule.ranks):
-        crest = max(_crests(schedule, rank), key=sum)
+        crests_here = _crests(schedule, rank)
+        crest = crests_here[crests_here.sum(axis=1).argmax()].tolist()
         for stage, units in zip(schedule.stages_of(rank), crest, strict=True):
             held[stage] = max(held[stage], units)
     return tuple(held)
 
 
-def most_held(actions: Iterable[Action]) -> dict[int, int]:
-    """Units of every stage when a rank with these actions holds most (the first such moment)."""
-    held: Counter[int] = Counter()
-    most: dict[int, int] = {}
-    largest = total = 0
-    for stage, kind, _ in actions:
-        change = 1 if kind is ActionKind.FORWARD else -1 if kind in _RELEASING else 0
-        held[stage] += change
-        total += change
-        if total > largest:
-            largest, most = total, dict(held)
-    return most
+def most_held(actions: Sequence[Action]) -> dict[int, int]:
+    """Units of every stage run so far when a rank with these actions holds most (the first such moment)."""
+    row = Row.read(actions)
+    changes = _CHANGES[row.kinds]
+    moment = int(changes.cumsum().argmax()) + 1
+    held = np.bincount(row.stages[:moment], weights=changes[:moment])
+    return {stage: int(held[stage]) for stage in np.unique(row.stages[:moment]).tolist()}
 
 
 def crests(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
@@ -59,27 +58,25 @@ def in_flight_vectors(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], 
 
 def _all_crests(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """`crests` of every rank."""
-    return tuple(tuple(sorted(set(_crests(schedule, rank)))) for rank in range(schedule.ranks))
+    every = (_crests(schedule, rank).tolist() for rank in range(schedule.ranks))
+    return tuple(tuple(sorted(set(map(tuple, each)))) for each in every)
 
 
 _kept = Kept(_all_crests, size_of=lambda schedule: schedule.stages * schedule.units)
 """Predictions of many stage maps ask for those of one schedule."""
 
 
-def _crests(schedule: Schedule, rank: int) -> Iterator[tuple[int, ...]]:
-    """Units held of the rank's stages, each time that a release follows a forward."""
-    place = {stage: index for index, stage in enumerate(schedule.stages_of(rank))}
-    held = [0] * len(place)
-    rising = False
-    for action in schedule.actions[rank]:
-        if action.kind is ActionKind.FORWARD:
-            held[place[action.stage]] += 1
-            rising = True
-        elif action.kind in _RELEASING:
-            if rising:
-                yield tuple(held)
-            rising = False
-            held[place[action.stage]] -= 1
+def _crests(schedule: Schedule, rank: int) -> Numbers:
+    """Units held of the rank's stages, each time that a release follows a forward, [moment, stage]."""
+    row, stages = Row.read(schedule.actions[rank]), np.array(schedule.stages_of(rank))
+    changing = np.flatnonzero(row.kinds != BACKWARD_INPUT)
+    changes = np.zeros((len(changing), len(stages)), dtype=np.int64)
+    places = np.searchsorted(stages, row.stages[changing])
+    changes[np.arange(len(changing)), places] = _CHANGES[row.kinds[changing]]
+    rises = row.kinds[changing] == FORWARD
+    before = np.flatnonzero(rises[:-1] & ~rises[1:])
+    crests_here: Numbers = changes.cumsum(axis=0)[before]
+    return crests_here
 
 
 def _maximal(vectors: set[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:

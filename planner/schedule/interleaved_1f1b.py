@@ -15,8 +15,8 @@ M a multiple of P:
 from __future__ import annotations
 
 from planner.errors import LayoutError
-from planner.schedule.actions import Action
 from planner.schedule.entry import ScheduleEntry, Shape
+from planner.schedule.rows import Row
 from planner.schedule.warm_up import grouped_units, one_forward_one_backward
 
 
@@ -44,7 +44,7 @@ def group_size(shape: Shape) -> int:
     return shape.micro_batches // _rounds(shape)
 
 
-def rank_actions(shape: Shape, rank: int) -> tuple[Action, ...]:
+def rank_actions(shape: Shape, rank: int) -> Row:
     """All but the last chunk of a group ahead, and two units more per rank behind: one each way hides transfers."""
     group = group_size(shape)
     forwards, backwards = grouped_units(shape, rank, (group,) * _rounds(shape))

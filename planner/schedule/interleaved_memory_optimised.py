@@ -12,8 +12,8 @@ P ranks, V stages per rank, M >= P micro-batches, uniform F and B of one rank, n
 
 from __future__ import annotations
 
-from planner.schedule.actions import Action
 from planner.schedule.entry import ScheduleEntry, Shape, needs_micro_batches
+from planner.schedule.rows import Row
 from planner.schedule.warm_up import grouped_units, one_forward_one_backward
 
 NAME = "interleaved-memory-optimised"
@@ -24,7 +24,7 @@ def check(shape: Shape) -> None:
     needs_micro_batches(NAME, shape, shape.ranks, "pipeline ranks")
 
 
-def rank_actions(shape: Shape, rank: int) -> tuple[Action, ...]:
+def rank_actions(shape: Shape, rank: int) -> Row:
     """All but the last chunk of the first group ahead, and one unit more per rank behind."""
     first = shape.ranks + shape.micro_batches % shape.ranks
     groups = (first, *(shape.ranks,) * (shape.micro_batches // shape.ranks - 1))

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.schedule.columns import Numbers
 from planner.schedule.needs import JOIN, NOTHING
+from planner.schedule.rows import Numbers
 
 LEAST_WIDTH = 10
 """Nodes per level from which rows pay."""

@@ -11,15 +11,15 @@ P ranks, V stages per rank, M >= P micro-batches, uniform F and B of one rank, n
 
 from __future__ import annotations
 
-from planner.schedule.actions import Action
 from planner.schedule.entry import ScheduleEntry, Shape
+from planner.schedule.rows import Row
 from planner.schedule.warm_up import grouped_units, one_forward_one_backward
 
 
-def rank_actions(shape: Shape, rank: int) -> tuple[Action, ...]:
+def rank_actions(shape: Shape, rank: int) -> Row:
     """All forwards chunk by chunk, then all backwards in reverse, micro-batches too."""
     forwards, _ = grouped_units(shape, rank, (shape.micro_batches,))
-    return one_forward_one_backward(forwards, forwards[::-1], warm_up=len(forwards))
+    return one_forward_one_backward(forwards, forwards.reversed(), warm_up=len(forwards))
 
 
 LOOPED_BFS = ScheduleEntry(

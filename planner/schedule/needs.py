@@ -15,11 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.schedule.actions import Action, ActionKind, Schedule
-from planner.schedule.columns import Columns, Numbers
+from planner.schedule.columns import Columns
+from planner.schedule.rows import Numbers
 
 WORKS = 9
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = range(4)
-"""In the order of `planner.schedule.columns.KINDS`."""
+"""In the order of `planner.schedule.rows.KINDS`."""
 RECOMPUTE, PLAIN_BACKWARD = 4, 5
 """Recomputation ahead of a backward, and that backward without it."""
 PAIRED_FORWARD, PAIRED_BACKWARD, JOIN = 6, 7, 8

@@ -13,12 +13,12 @@ P ranks, M micro-batches (any number), uniform F and B, no transfer time:
 
 from __future__ import annotations
 
-from planner.schedule.actions import Action
 from planner.schedule.entry import ScheduleEntry, Shape
+from planner.schedule.rows import Row
 from planner.schedule.warm_up import micro_batches_in_order, one_forward_one_backward
 
 
-def rank_actions(shape: Shape, rank: int) -> tuple[Action, ...]:
+def rank_actions(shape: Shape, rank: int) -> Row:
     """As many forwards ahead as there are ranks behind, then one forward and one backward in turn."""
     units = micro_batches_in_order(shape, rank)
     return one_forward_one_backward(units, units, warm_up=shape.ranks - 1 - rank)

@@ -13,12 +13,12 @@ transfer time:
 
 from __future__ import annotations
 
-from planner.schedule.actions import Action
 from planner.schedule.entry import ScheduleEntry, Shape
+from planner.schedule.rows import Row
 from planner.schedule.sequence import equal_groups, sequence_actions
 
 
-def rank_actions(shape: Shape, rank: int) -> tuple[Action, ...]:
+def rank_actions(shape: Shape, rank: int) -> Row:
     """Micro-batches in groups of the ranks."""
     groups = equal_groups(shape.micro_batches, shape.ranks)
     return sequence_actions(shape, rank, groups, ahead_per_rank=1 if shape.virtual_stages == 1 else 2)

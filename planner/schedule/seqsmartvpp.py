@@ -9,8 +9,8 @@ As SeqVPP, but
 
 from __future__ import annotations
 
-from planner.schedule.actions import Action
 from planner.schedule.entry import ScheduleEntry, Shape, needs_even
+from planner.schedule.rows import Row
 from planner.schedule.sequence import equal_groups, sequence_actions
 from planner.schedule.seqvpp import check_chunks
 
@@ -21,7 +21,7 @@ def check(shape: Shape) -> None:
     check_chunks("seqsmartvpp", shape)
 
 
-def rank_actions(shape: Shape, rank: int) -> tuple[Action, ...]:
+def rank_actions(shape: Shape, rank: int) -> Row:
     """SeqVPP's units, half as many ahead per rank behind."""
     groups = equal_groups(shape.micro_batches, shape.ranks // shape.sequence_chunks)
     return sequence_actions(shape, rank, groups, ahead_per_rank=1)

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.schedule.actions import Action
 from planner.schedule.entry import Shape
-from planner.schedule.warm_up import Unit, one_forward_one_backward
+from planner.schedule.rows import Row
+from planner.schedule.warm_up import grouped_units, one_forward_one_backward
 
 
 def equal_groups(micro_batches: int, size: int) -> tuple[int, ...]:
@@ -24,7 +24,7 @@ def equal_groups(micro_batches: int, size: int) -> tuple[int, ...]:
     return tuple(each + (index < more) for index in range(groups))
 
 
-def sequence_actions(shape: Shape, rank: int, groups: Sequence[int], ahead_per_rank: int) -> tuple[Action, ...]:
+def sequence_actions(shape: Shape, rank: int, groups: Sequence[int], ahead_per_rank: int) -> Row:
     """1F1B over sequence chunks, micro-batches in groups, inside a group virtual stage by virtual stage.
 
     Args:
@@ -33,26 +33,9 @@ def sequence_actions(shape: Shape, rank: int, groups: Sequence[int], ahead_per_r
         groups: micro-batches of each group.
         ahead_per_rank: forwards of warm-up per rank behind: 2 hides transfers, 1 holds less.
     """
-    forwards, backwards = chunk_units(shape, rank, groups)
+    forwards, backwards = grouped_units(shape, rank, groups)
     chunks, virtual = shape.sequence_chunks, shape.virtual_stages
     behind = shape.ranks - 1 - rank
     return one_forward_one_backward(
         forwards, backwards, behind * ahead_per_rank + (virtual - 1) * groups[0] * chunks + chunks - 1
     )
-
-
-def chunk_units(shape: Shape, rank: int, groups: Sequence[int]) -> tuple[list[Unit], list[Unit]]:
-    """Forward and backward order of a rank: group, stage, micro-batch, chunk; backwards stages and chunks reversed."""
-    stages = range(rank, shape.ranks * shape.virtual_stages, shape.ranks)
-    chunks = range(shape.sequence_chunks)
-    forwards: list[Unit] = []
-    backwards: list[Unit] = []
-    first = 0
-    for size in groups:
-        starts = [micro_batch * shape.sequence_chunks for micro_batch in range(first, first + size)]
-        forwards += [(stage, start + chunk) for stage in stages for start in starts for chunk in chunks]
-        backwards += [
-            (stage, start + chunk) for stage in reversed(stages) for start in starts for chunk in reversed(chunks)
-        ]
-        first += size
-    return forwards, backwards

@@ -13,8 +13,8 @@ uniform F and B of one rank, no transfer time:
 from __future__ import annotations
 
 from planner.errors import LayoutError
-from planner.schedule.actions import Action
 from planner.schedule.entry import ScheduleEntry, Shape
+from planner.schedule.rows import Row
 from planner.schedule.sequence import equal_groups, sequence_actions
 
 
@@ -54,7 +54,7 @@ def check(shape: Shape) -> None:
         )
 
 
-def rank_actions(shape: Shape, rank: int) -> tuple[Action, ...]:
+def rank_actions(shape: Shape, rank: int) -> Row:
     """Micro-batches in groups whose chunks are as many as the ranks."""
     groups = equal_groups(shape.micro_batches, shape.ranks // shape.sequence_chunks)
     return sequence_actions(shape, rank, groups, ahead_per_rank=2)

@@ -14,17 +14,17 @@ P ranks, M micro-batches, uniform F, B without recomputation, and R <= B, no tra
 
 from __future__ import annotations
 
-from planner.schedule.actions import Action
 from planner.schedule.entry import ScheduleEntry, Shape
+from planner.schedule.rows import Row
 from planner.schedule.warm_up import micro_batches_in_order, one_forward_one_backward
 
 MODES = ("except_last", "always", "never")
 
 
-def rank_actions(shape: Shape, rank: int) -> tuple[Action, ...]:
+def rank_actions(shape: Shape, rank: int) -> Row:
     """All forwards, then all backwards, last in first out."""
     units = micro_batches_in_order(shape, rank)
-    return one_forward_one_backward(units, units[::-1], warm_up=shape.micro_batches)
+    return one_forward_one_backward(units, units.reversed(), warm_up=shape.micro_batches)
 
 
 def recompute_stop(shape: Shape) -> int:

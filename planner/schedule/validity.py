@@ -17,7 +17,8 @@ import numpy as np
 
 from planner.errors import ScheduleError
 from planner.schedule.actions import Action, Schedule
-from planner.schedule.columns import KINDS, Columns, Numbers
+from planner.schedule.columns import Columns
+from planner.schedule.rows import KINDS, Numbers
 
 
 def check_schedule(schedule: Schedule) -> Columns:

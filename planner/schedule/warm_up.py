@@ -6,66 +6,70 @@ it takes its units, and how long it puts off weight gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Iterable
+from itertools import groupby
 
-from planner.schedule.actions import Action, ActionKind, actions_of
+import numpy as np
+
 from planner.schedule.entry import Shape
-
-Unit = tuple[int, int]
-"""(stage, micro-batch), what a rank runs forward and backward once."""
+from planner.schedule.rows import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Numbers, Row, Units
 
 
-def micro_batches_in_order(shape: Shape, rank: int) -> list[Unit]:
+def micro_batches_in_order(shape: Shape, rank: int) -> Units:
     """The units of a rank with one stage."""
-    return [(rank, micro_batch) for micro_batch in range(shape.micro_batches)]
+    return Units(np.full(shape.micro_batches, rank), np.arange(shape.micro_batches))
 
 
-def grouped_units(shape: Shape, rank: int, groups: Iterable[int]) -> tuple[list[Unit], list[Unit]]:
+def grouped_units(shape: Shape, rank: int, groups: Iterable[int]) -> tuple[Units, Units]:
     """Forward and backward order of a rank with several stages, in loop placement.
 
-    Micro-batches run in groups of the given sizes; inside a group chunk by chunk, backwards from the last chunk.
+    Micro-batches run in groups of the given sizes; inside a group stage by stage, backwards from the last stage. With
+    sequence chunks, those of a micro-batch run one after the other, backwards from the last one.
     """
-    stages = range(rank, shape.ranks * shape.virtual_stages, shape.ranks)
-    forwards: list[Unit] = []
-    backwards: list[Unit] = []
+    chunks = shape.sequence_chunks
+    stages = np.arange(rank, shape.ranks * shape.virtual_stages, shape.ranks)[:, None, None]
+    runs: list[tuple[Numbers, Numbers]] = []
     first = 0
-    for size in groups:
-        group = range(first, first + size)
-        forwards += [(stage, micro_batch) for stage in stages for micro_batch in group]
-        backwards += [(stage, micro_batch) for stage in reversed(stages) for micro_batch in group]
-        first += size
-    return forwards, backwards
+    for size, same in groupby(groups):
+        # By group, stage, micro-batch and chunk.
+        units = np.arange(first, stop := first + size * chunks * len(list(same))).reshape(-1, 1, size, chunks)
+        shape_of_run = np.broadcast_shapes(stages.shape, units.shape)
+        runs.append((np.broadcast_to(stages, shape_of_run), np.broadcast_to(units, shape_of_run)))
+        first = stop
+    forwards = Units(*(np.concatenate([run.ravel() for run in parts]) for parts in zip(*runs, strict=True)))
+    turned = [[run[:, ::-1, :, ::-1].ravel() for run in parts] for parts in zip(*runs, strict=True)]
+    return forwards, Units(*map(np.concatenate, turned))
 
 
-def one_forward_one_backward(forwards: Sequence[Unit], backwards: Sequence[Unit], warm_up: int) -> tuple[Action, ...]:
+def one_forward_one_backward(forwards: Units, backwards: Units, warm_up: int) -> Row:
     """Actions of one rank: `warm_up` forwards, then forward and backward in turn, then the remaining backwards.
 
     A warm-up longer than the number of units is all forwards, then all backwards.
     """
-    ahead = min(warm_up, len(forwards))
-    forward_actions = actions_of(ActionKind.FORWARD, forwards)
-    backward_actions = actions_of(ActionKind.BACKWARD, backwards)
-    steady = chain.from_iterable(zip(forward_actions[ahead:], backward_actions, strict=False))
-    return (*forward_actions[:ahead], *steady, *backward_actions[len(forwards) - ahead :])
+    count = len(forwards)
+    ahead = min(warm_up, count)
+    each = np.arange(count)
+    forward_places = each + np.maximum(0, each - ahead)
+    backward_places = each + np.minimum(count, ahead + 1 + each)
+    return Row.of([(forward_places, FORWARD, forwards), (backward_places, BACKWARD, backwards)])
 
 
-def split_backwards(actions: Sequence[Action], delay: int) -> tuple[Action, ...]:
+def split_backwards(row: Row, delay: int) -> Row:
     """Split every full backward, and put weight gradients off by `delay` backwards.
 
     The k-th input gradient is followed by the weight gradient of the (k - delay)-th; what is left stands at the end.
     """
-    backwards = [(stage, micro_batch) for stage, kind, micro_batch in actions if kind is ActionKind.BACKWARD]
-    inputs = iter(actions_of(ActionKind.BACKWARD_INPUT, backwards))
-    weights = iter(actions_of(ActionKind.BACKWARD_WEIGHT, backwards))
-    split: list[Action] = []
-    put_off = 0
-    for action in actions:
-        if action.kind is not ActionKind.BACKWARD:
-            split.append(action)
-            continue
-        split.append(next(inputs))
-        put_off += 1
-        if put_off > delay:
-            split.append(next(weights))
-    return (*split, *weights)
+    is_backward = row.kinds == BACKWARD
+    before = np.cumsum(is_backward) - is_backward
+    places = np.arange(len(row)) + np.maximum(0, before - delay)  # moved behind the weight gradients between
+    split, backwards = places[is_backward], Units(row.stages[is_backward], row.units[is_backward])
+    behind = len(row) + np.arange(len(split))
+    weights = np.append(split[delay:] + 1, behind[max(0, len(split) - delay) :])
+    others = Units(row.stages[~is_backward], row.units[~is_backward])
+    return Row.of(
+        [
+            (places[~is_backward], row.kinds[~is_backward], others),
+            (split, BACKWARD_INPUT, backwards),
+            (weights, BACKWARD_WEIGHT, backwards),
+        ]
+    )

@@ -13,9 +13,9 @@ V stages per rank: the warm-up is (V - 1) G longer, with G micro-batches in a gr
 
 from __future__ import annotations
 
-from planner.schedule.actions import Action
 from planner.schedule.entry import ScheduleEntry, Shape, needs_micro_batches
 from planner.schedule.interleaved_1f1b import check_groups, group_size
+from planner.schedule.rows import Row
 from planner.schedule.warm_up import grouped_units, one_forward_one_backward, split_backwards
 
 
@@ -26,7 +26,7 @@ def check(shape: Shape) -> None:
         check_groups("zb-h1", shape)
 
 
-def rank_actions(shape: Shape, rank: int) -> tuple[Action, ...]:
+def rank_actions(shape: Shape, rank: int) -> Row:
     """1F1B, weight gradients put off by one for every rank before."""
     group = group_size(shape) if shape.virtual_stages > 1 else shape.micro_batches
     forwards, backwards = grouped_units(shape, rank, (group,) * (shape.micro_batches // group))

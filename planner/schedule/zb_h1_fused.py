@@ -11,10 +11,11 @@ P ranks, M >= P micro-batches, uniform F, I, W, no transfer time:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import numpy as np
 
-from planner.schedule.actions import Action, ActionKind
 from planner.schedule.entry import ScheduleEntry, Shape, needs_micro_batches
+from planner.schedule.rows import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, Row
+from planner.schedule.warm_up import micro_batches_in_order, one_forward_one_backward
 
 NAME = "zb-h1-fused"
 
@@ -24,21 +25,15 @@ def check(shape: Shape) -> None:
     needs_micro_batches(NAME, shape, shape.ranks, "pipeline ranks")
 
 
-def rank_actions(shape: Shape, rank: int) -> tuple[Action, ...]:
-    """Split the first r backwards and the last one; the weight gradients of the first r stand at the end."""
-    return tuple(Action(rank, ActionKind(kind), micro_batch) for kind, micro_batch in _order(shape, rank))
-
-
-def _order(shape: Shape, rank: int) -> Iterator[tuple[str, int]]:
-    ahead, last = shape.ranks - rank, shape.micro_batches - 1
-    yield from (("F", micro_batch) for micro_batch in range(ahead))
-    for micro_batch in range(ahead, shape.micro_batches):
-        backward = micro_batch - ahead
-        yield ("I" if backward < rank else "B"), backward
-        yield "F", micro_batch
-    yield from (("B", micro_batch) for micro_batch in range(last - ahead + 1, last))
-    yield from (("I", last), ("W", last)) if rank else (("B", last),)
-    yield from (("W", micro_batch) for micro_batch in range(rank))
+def rank_actions(shape: Shape, rank: int) -> Row:
+    """1F1B with the first r backwards and the last one split; the weight gradients of the first r stand at the end."""
+    units = micro_batches_in_order(shape, rank)
+    plain = one_forward_one_backward(units, units, warm_up=shape.ranks - 1 - rank)
+    last = shape.micro_batches - 1
+    late = np.array([last, *range(rank)] if rank else [], dtype=np.int64)
+    kinds = np.where((plain.kinds == BACKWARD) & np.isin(plain.units, late), BACKWARD_INPUT, plain.kinds)
+    kinds = np.append(kinds, np.full(len(late), BACKWARD_WEIGHT))
+    return Row(np.full(len(kinds), rank), kinds, np.append(plain.units, late))
 
 
 ZB_H1_FUSED = ScheduleEntry(

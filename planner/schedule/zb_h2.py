@@ -12,8 +12,8 @@ P ranks, M >= 2 P - 1 micro-batches, uniform F, I, W, no transfer time:
 
 from __future__ import annotations
 
-from planner.schedule.actions import Action
 from planner.schedule.entry import ScheduleEntry, Shape, needs_micro_batches
+from planner.schedule.rows import Row
 from planner.schedule.warm_up import micro_batches_in_order, one_forward_one_backward, split_backwards
 
 
@@ -22,7 +22,7 @@ def check(shape: Shape) -> None:
     needs_micro_batches("zb-h2", shape, 2 * shape.ranks - 1, "2 * pipeline ranks - 1")
 
 
-def rank_actions(shape: Shape, rank: int) -> tuple[Action, ...]:
+def rank_actions(shape: Shape, rank: int) -> Row:
     """Eager 1F1B, weight gradients put off by two for every rank before."""
     units = micro_batches_in_order(shape, rank)
     return split_backwards(one_forward_one_backward(units, units, 2 * (shape.ranks - 1 - rank)), delay=2 * rank)

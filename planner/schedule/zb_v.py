@@ -12,20 +12,23 @@ P ranks, M >= 2 P - 1 micro-batches, stages with equal f = i = w (half a rank's)
 
 from __future__ import annotations
 
-from planner.schedule.actions import Action, ActionKind, actions_of
+import numpy as np
+
 from planner.schedule.entry import ScheduleEntry, Shape, v_placement
+from planner.schedule.rows import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Row
 
 
-def rank_actions(shape: Shape, rank: int) -> tuple[Action, ...]:
+def rank_actions(shape: Shape, rank: int) -> Row:
     """The order for enough micro-batches, without those that the step does not have."""
     enough = max(shape.micro_batches, 2 * shape.ranks - 1)
-    following = {}
-    for stage, letters in ((rank, "FIW"), (2 * shape.ranks - 1 - rank, "fiw")):
-        units = [(stage, micro_batch) for micro_batch in range(enough)]
-        for letter in letters:
-            following[letter] = iter(actions_of(ActionKind(letter.upper()), units)).__next__
-    actions = [following[letter]() for letter in _order(shape.ranks, rank, enough)]
-    return tuple([action for action in actions if action.micro_batch < shape.micro_batches])
+    letters = np.frombuffer(_order(shape.ranks, rank, enough).encode("ascii"), dtype=np.uint8)
+    stages, kinds, units = (np.empty(len(letters), dtype=np.int64) for _ in range(3))
+    for stage, alphabet in ((rank, "FIW"), (2 * shape.ranks - 1 - rank, "fiw")):
+        for kind, letter in zip((FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT), alphabet, strict=True):
+            places = np.flatnonzero(letters == ord(letter))
+            stages[places], kinds[places], units[places] = stage, kind, np.arange(len(places))
+    runs = units < shape.micro_batches
+    return Row(stages[runs], kinds[runs], units[runs])
 
 
 def _order(ranks: int, rank: int, micro_batches: int) -> str:

@@ -29,9 +29,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost import LayoutCosts, StageMap
-from planner.schedule import ActionKind, Schedule, build, find
+from planner.schedule import Schedule, build, find
 from planner.schedule.entry import Shape
 from planner.schedule.in_flight import most_held
+from planner.schedule.rows import BACKWARD, Row
 from planner.search.bounds import first_chunk, host_room_bytes, room_bytes
 from planner.search.segments import LayerModes
 from planner.search.windows import Kinds
@@ -53,14 +54,17 @@ class Traits:
     """The last rank ends with the full backward of its lowest stage."""
 
 
-@lru_cache(maxsize=4096)
 def traits_of(name: str, ranks: int, micro_batches: int, virtual_stages: int, chunks: int = 1) -> Traits:
     """Traits of a schedule of these numbers."""
-    entry, rounds = find(name), ranks * _ROUNDS
-    shape = Shape(ranks, rounds if rounds < micro_batches else micro_batches, virtual_stages, chunks)
-    rows = [entry.rank_actions(shape, rank) for rank in (0, ranks - 1)]
-    lowest = min(action.stage for action in rows[-1])
-    return Traits(tuple(map(most_held, rows)), rows[-1][-1][:2] == (lowest, ActionKind.BACKWARD))
+    return _short_traits(name, ranks, min(ranks * _ROUNDS, micro_batches), virtual_stages, chunks)
+
+
+@lru_cache(maxsize=4096)
+def _short_traits(name: str, ranks: int, micro_batches: int, virtual_stages: int, chunks: int) -> Traits:
+    entry, shape = find(name), Shape(ranks, micro_batches, virtual_stages, chunks)
+    first, last = (Row.read(entry.rank_actions(shape, rank)) for rank in (0, ranks - 1))
+    ends_low = last.kinds[-1] == BACKWARD and last.stages[-1] == last.stages.min()
+    return Traits((most_held(first), most_held(last)), bool(ends_low))
 
 
 @lru_cache(maxsize=64)
