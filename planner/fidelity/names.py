@@ -42,6 +42,7 @@ _DEVICES = (
 
 _FRAMEWORKS = (
     (r"golden|megatron-core|nemo|primus|vocabulary parallelism", "megatron-core"),
+    (r"megatron\+deepspeed zero-3", "megatron-zero-3"),
     (r"deepspeed zero-3|zero-3|^deepspeed", "deepspeed"),
     (r"megatron-deepspeed|deepspeed 3d|megatron\+deepspeed|sailor", "megatron-deepspeed"),
     (r"aa-scaling|aleph", "aa-scaling"),

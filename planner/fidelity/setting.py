@@ -7,9 +7,7 @@ no reshard              gathered parameters stay until the backward
 offload, Paged          optimizer states on the host (ZeRO-Offload; bitsandbytes' paged optimizers), not where the
                         notes say ``Opt Offl=N``
 opt-in-bwd              the optimizer steps in the backward
-Megatron + ZeRO 3       DeepSpeed's example of Megatron-LM with ZeRO 3 and BigScience's scripts after it: Megatron's
-                        kernels, checkpoints partitioned over tensor-parallel ranks (``PA=true``) and on the host
-                        (``PA_CPU=true``), not where the notes say ``PA_CPU=N``
+PA_CPU=N                checkpoints of Megatron with ZeRO 3 stay on the device
 Megatron-DeepSpeed      before DeepSpeed took gradients over in hooks (2023): copies of gradients in half precision.
                         A run without flash attention is taken to be of that time
 Megatron's tests        what their arguments say (`planner.fidelity.arguments`)
@@ -28,11 +26,9 @@ from planner.spec.devices import find_entry
 from planner.spec.frameworks import AttentionKernel, Framework
 from planner.spec.profile import DataType
 
-MEGATRON_ZERO_3 = "Megatron+DeepSpeed ZeRO-3"
 COPIED_GRADIENTS: dict[DataType, int] = {"fp16": 2, "bf16": 4, "fp32": 0}
 """Bytes per parameter: of the flattened bucket-wise copies, and beside BF16_Optimizer's fp32 gradients also of those
 that autograd leaves."""
-
 
 HALF_LOSS: dict[str, Any] = {"fp32_softmax": False, "logit_bytes": 4, "loss_bytes": 6}
 """A model of Transformers in fp16: shifted logits and their logarithms are kept in half precision, beside the logits
@@ -52,21 +48,12 @@ def setting_of(
     """
     framework = framework_of(row["system"])
     attention = attention_of(row["attention"], framework, device)
-    if not row["attention"]:
-        attention = _unnamed(attention, row, given)
+    if not row["attention"] and given is not None:
+        attention = attention_with(attention, given)
     framework = replace(framework, **(_of_era(framework, attention, dtype) | _of_words(framework, row)))
-    if row["system"] == MEGATRON_ZERO_3:
-        framework = _megatron_zero_3(framework, row)
     if given is not None:
         framework = framework_with(framework, given, find_entry(device).architecture)
     return framework, attention
-
-
-def _unnamed(attention: AttentionKernel, row: Mapping[str, str], given: Arguments | None) -> AttentionKernel:
-    """The kernel of a row that names none."""
-    if row["system"] == MEGATRON_ZERO_3:
-        return "fused-softmax"
-    return attention if given is None else attention_with(attention, given)
 
 
 def _of_era(framework: Framework, attention: AttentionKernel, dtype: DataType) -> dict[str, Any]:
@@ -89,15 +76,6 @@ def _of_words(framework: Framework, row: Mapping[str, str]) -> dict[str, Any]:
         "keeps_gathered": "no reshard" in sharding,
     }
     traits: dict[str, Any] = {name: getattr(framework, name) or said for name, said in named.items()}
+    if "PA_CPU=N" in notes:
+        traits["offloads_checkpoints"] = False
     return traits | ({"logit_bytes": 0, "loss_bytes": 0} if "liger" in notes.lower() else {})
-
-
-def _megatron_zero_3(framework: Framework, row: Mapping[str, str]) -> Framework:
-    return replace(
-        framework,
-        checkpoints_shards=True,
-        offloads_checkpoints="PA_CPU=N" not in row["notes"],
-        fuses_elementwise=True,
-        dropout="learned positions",
-        loss_bytes=2,
-    )

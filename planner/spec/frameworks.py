@@ -29,6 +29,7 @@ FrameworkName = Literal[
     "vtrain",
     "megatron-core",
     "megatron-deepspeed",
+    "megatron-zero-3",
     "aa-scaling",
     "nanotron",
     "torchtitan",
@@ -170,6 +171,20 @@ _ALL = (
         fp32_gradients=True,
         loss_bytes=2,
         shards_states=True,
+    ),
+    Framework(
+        "megatron-zero-3",
+        "microsoft/DeepSpeedExamples, Megatron-LM-v1.1.5-ZeRO3, and bigscience's scripts after it: Megatron's kernels "
+        "under DeepSpeed's ZeRO 3 with overlap_comm; PA=true, PA_CPU=true",
+        attention="fused-softmax",
+        fuses_elementwise=True,
+        dropout="learned positions",
+        selective="attention",
+        loss_bytes=2,
+        overlaps_reduction=True,
+        overlaps_gathers=True,
+        checkpoints_shards=True,
+        offloads_checkpoints=True,
     ),
     Framework(
         "aa-scaling",
