@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,6 +18,7 @@ from planner.executor.gradients import SharedCopy
 from planner.executor.loss import loss_of_pieces
 from planner.executor.materialise import Materialise, keep_all, materialise
 from planner.executor.mesh import Mesh
+from planner.executor.offload import ActivationOffload
 from planner.executor.optimizer import COMPUTE_DTYPE, Optimizer
 from planner.executor.pieces import StagePieces, pieces_of
 from planner.executor.rank_module import merge, tie
@@ -31,7 +32,7 @@ from planner.executor.stages import Boundaries, Boundary, TimedStage
 from planner.executor.streams import RandomStreams
 from planner.executor.support import schedule_of
 from planner.executor.timeline import Recorder
-from planner.executor.zero import ZeroShards, layers_of
+from planner.executor.zero import LayerParameters, ZeroShards, layers_of
 from planner.spec.plan import Plan, PlannedLayer
 from planner.spec.profile import RecomputeMode, SharedParameters
 from profiler import tensor_parallel
@@ -59,6 +60,8 @@ class RankPart:
     """All stages of the rank, parameters under the names of the user's model."""
     runtime: PipelineRuntime
     optimizer: Optimizer
+    offload: ActivationOffload | None
+    """Of activations; None: they stay on the device."""
     scaler: LossScaler | None
     """Of the loss, in fp16."""
     streams: RandomStreams
@@ -155,7 +158,12 @@ def build_rank(
     partial = _shard(plan, {mine[index]: stage for index, stage in stages.items()}, source, mesh)
     module = merge(list(stages.values()))
     job = plan.request.job
-    shards = _zero_shards(plan, cut, mesh, {index: (mine[index], stage) for index, stage in stages.items()}, partial)
+    layers_held = [
+        layer
+        for index, held in mine.items()
+        for layer in layers_of(cut, index, stages[index], range(held.start, held.stop), held.recompute)
+    ]
+    shards = _zero_shards(plan, cut, mesh, stages.values(), layers_held, partial)
     optimizer = Optimizer(
         module,
         name=job.optimizer,
@@ -163,7 +171,9 @@ def build_rank(
         learning_rate=learning_rate,
         hidden=hidden_matrices(source.blueprint, cut),
         shards=shards,
+        offloaded=[layer.named for layer in layers_held] if plan.layout.optimizer_offload else None,
     )
+    offload = _activation_offload(plan, module, stages.values(), device)
     scaler = scaler_for(job.precision)
     streams = RandomStreams(seed, device)
     for index, layers in mine.items():
@@ -184,11 +194,13 @@ def build_rank(
         recorder=recorder,
         reducer=shards if shards is not None else _reducer(stages, mesh),
         scaler=scaler,
+        offload=offload,
     )
     return RankPart(
         module=module,
         runtime=runtime,
         optimizer=optimizer,
+        offload=offload,
         scaler=scaler,
         streams=streams,
         recorder=recorder,
@@ -248,7 +260,8 @@ def _zero_shards(
     plan: Plan,
     cut: LayerCut,
     mesh: Mesh,
-    stages: Mapping[int, tuple[StageRange, nn.Module]],
+    stages: Iterable[nn.Module],
+    layers: Sequence[LayerParameters],
     partial: Iterable[nn.Parameter],
 ) -> ZeroShards | None:
     """What ZeRO shares out among the replicas; None without ZeRO or replicas."""
@@ -256,15 +269,22 @@ def _zero_shards(
         return None
     apart = {id(parameter): "partial" for parameter in partial}
     shared = {name for each in cut.shared_parameters for name in each.names}
-    for _, stage in stages.values():
+    for stage in stages:
         named = stage.named_parameters(remove_duplicate=False)
         apart |= {id(parameter): name for name, parameter in named if name in shared}
-    layers = [
-        layer
-        for index, (held, stage) in stages.items()
-        for layer in layers_of(cut, index, stage, range(held.start, held.stop), held.recompute)
-    ]
     return ZeroShards(plan.layout.zero_stage, mesh.sharers, layers, apart)
+
+
+def _activation_offload(
+    plan: Plan, module: nn.Module, stages: Iterable[nn.Module], device: torch.device
+) -> ActivationOffload | None:
+    """What keeps activations on the host; made when the parameters have the storages that they stay in."""
+    if not plan.layout.activation_offload:
+        return None
+    offload = ActivationOffload(module, device)
+    for stage in stages:
+        offload.attach(stage)
+    return offload
 
 
 def _held(parameters: Iterable[nn.Parameter], shards: ZeroShards | None) -> Iterator[torch.Tensor]:

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 
 from planner.errors import DocumentError, MismatchError, PlannerError, RunError
 from planner.executor import generators
@@ -51,6 +52,7 @@ from planner.executor.checkpoint_folder import (
     refuse_damaged,
 )
 from planner.executor.mesh import Mesh
+from planner.executor.optimizer import COUNTER
 from planner.executor.settings import CheckpointPolicy
 from planner.executor.stored_pieces import ReadPieces, StoredPiece, WritePieces
 from planner.spec.plan import Plan
@@ -58,8 +60,6 @@ from profiler.models import ModelSource
 
 State = dict[str, torch.Tensor]
 StoredState = dict[str, torch.Tensor | StoredPiece]
-COUNTER = "step"
-"""Optimizers' name of the only state that is not of the parameter's shape, whatever that shape is."""
 DCP_METADATA = ".metadata"
 """Name of DCP's own table of contents."""
 
@@ -181,13 +181,18 @@ class Checkpoints:
 
     def _stored(self, name: str, states: State) -> StoredState:
         """A parameter's states under their names in the checkpoint, as parts of whole ones."""
-        shards = self._part.optimizer.shards
-        return {
-            f"optimizer.{self._name(name)}.{key}": value
-            if shards is None or key == COUNTER
-            else shards.stored(name, value)
-            for key, value in states.items()
-        }
+        shards, tensor = self._part.optimizer.shards, self._part.optimizer.trained[name]
+
+        def stored(key: str, value: torch.Tensor) -> torch.Tensor | StoredPiece:
+            if key == COUNTER:
+                return value
+            if shards is not None:
+                return shards.stored(name, value)
+            # Offloaded states are plain tensors of the host, whatever they are parts of.
+            is_part = isinstance(tensor, DTensor) and not isinstance(value, DTensor)
+            return StoredPiece.of_rank(tensor, value) if is_part else value
+
+        return {f"optimizer.{self._name(name)}.{key}": stored(key, value) for key, value in states.items()}
 
     def _buffers(self) -> State:
         module = self._part.module
@@ -246,23 +251,18 @@ class Checkpoints:
         for name in stored:
             group, _, key = name.rpartition(".")
             keys.setdefault(group, []).append(key)
-        is_piece = self._part.optimizer.shards is not None
+        optimizer = self._part.optimizer
+        is_piece = optimizer.shards is not None
         return {
             name: {
-                key: _like(tensor, stored[f"{group}.{key}"], is_piece=is_piece and key != COUNTER)
+                key: optimizer.room_for_state(name, key, facts.properties.dtype, None if is_whole else facts.size)
                 for key in keys.get(group, ())
+                for facts in (stored[f"{group}.{key}"],)
+                for is_whole in ((is_piece and key != COUNTER) or facts.size == tensor.shape,)
             }
-            for name, tensor in self._part.optimizer.trained.items()
+            for name, tensor in optimizer.trained.items()
             for group in (f"optimizer.{self._name(name)}",)
         }
-
-
-def _like(tensor: torch.Tensor, facts: TensorStorageMetadata, *, is_piece: bool) -> torch.Tensor:
-    """Room for a state of this tensor: sharded as the tensor is, when it is of its shape."""
-    dtype = facts.properties.dtype
-    if is_piece or facts.size == tensor.shape:
-        return torch.empty_like(tensor, dtype=dtype)
-    return torch.empty(facts.size, dtype=dtype, device=tensor.device)
 
 
 def _empty(facts: TensorStorageMetadata) -> torch.Tensor:

@@ -97,7 +97,7 @@ def layout_digest(plan: Plan) -> str:
     return digest({"layout": layout, **rows})
 
 
-_LATER = ("rank_order", "micro_batch_shares", "zero_shard_degree")
+_LATER = ("rank_order", "micro_batch_shares", "zero_shard_degree", "activation_offload", "optimizer_offload")
 """Fields that layouts did not always have: unused, they do not count, so that the layouts of old checkpoints hold."""
 
 

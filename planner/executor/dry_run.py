@@ -159,7 +159,7 @@ def _build(plan: Plan, source: ModelSource, grid: Grid, rank: int) -> _Built:
                 parameter.grad = torch.zeros_like(parameter)
         with _Scalars():  # type: ignore[no-untyped-call]
             part.optimizer.step()
-        rank_built = rank_of(part.module, part.optimizer, mesh, peak_bytes=0)
+        rank_built = rank_of(part.module, part.optimizer, part.offload, mesh, peak_bytes=0)
         shards = part.optimizer.shards
         padding = 0 if shards is None else STATES_BYTES * shards.padding_elements
         return _Built(rank_built, COUNTER_BYTES * len(part.optimizer.parameters), padding)

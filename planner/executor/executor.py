@@ -142,7 +142,7 @@ class Executor:
         ):
             records = self._trainer.train(steps, report, first=first, keeper=keeper, asked_to_stop=asked)
         peak = peak_bytes(self.device)
-        mine = rank_of(self.part.module, self.part.optimizer, self.mesh, peak_bytes=peak)
+        mine = rank_of(self.part.module, self.part.optimizer, self.part.offload, self.mesh, peak_bytes=peak)
         measured = gather(self.plan, self.source.name, self.device, mine, records, first)
         return measured.model_copy(update={"warnings": self._trainer.warnings})
 

@@ -1,8 +1,14 @@
-"""The job's optimizer over a rank's parameters, with an fp32 master copy when they are kept in half precision."""
+"""The job's optimizer over a rank's parameters, with an fp32 master copy when they are kept in half precision.
+
+Offloaded, states and master copies stay on the host (`planner.executor.offload`), and the update goes layer by layer.
+Every optimizer here treats each parameter by itself, so that it ends in the same values whatever is updated together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,12 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from planner.errors import UnsupportedError
+from planner.executor.offload import ParkedStates, host_like
 from planner.executor.sharding import local
 from planner.executor.zero import ZeroShards
 
 MOMENTUM = 0.9
 MASTER = "master"
 """Name of the master copy among a parameter's states."""
+COUNTER = "step"
+"""Optimizers' name of the only state that is not of the parameter's shape, whatever that shape is; never offloaded."""
 
 COMPUTE_DTYPE: dict[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -90,6 +99,104 @@ def make_optimizer(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """A parameter that an optimizer steps."""
+
+    name: str
+    parameter: torch.Tensor
+    """Or what ZeRO leaves this rank of it."""
+    master: torch.Tensor | None
+    """Its fp32 copy, where there is one."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """What torch's optimizer works on."""
+        return self.parameter if self.master is None else self.master
+
+
+class Part:
+    """Parameters that are stepped in one go.
+
+    Args:
+        parked: has their master copies, and keeps their states, on the host; None: both stay on the device.
+    """
+
+    def __init__(
+        self, stepped: Sequence[Stepped], optimizer: torch.optim.Optimizer, parked: ParkedStates | None
+    ) -> None:
+        self.stepped = stepped
+        self.parked = parked
+        self._optimizer = optimizer
+
+    def step(self, factor: float) -> None:
+        """Apply the gradients, times a factor."""
+        with self._states_at_hand():
+            for each in self.stepped:
+                if each.master is not None:
+                    gradient = each.parameter.grad
+                    each.master.grad = None if gradient is None else gradient.to(each.master.dtype)
+            if factor != 1.0:
+                _scale_gradients((each.tensor for each in self.stepped), factor)
+            self._optimizer.step()
+            with torch.no_grad():
+                for each in self.stepped:
+                    if each.master is not None:
+                        each.parameter.copy_(each.master)
+                        each.master.grad = None
+
+    @contextmanager
+    def _states_at_hand(self) -> Iterator[None]:
+        """Within, states and master copies have their bytes on the device."""
+        if self.parked is None:
+            yield
+            return
+        self.parked.fetch()
+        yield
+        self.parked.park(self._offloaded())
+
+    def _offloaded(self) -> Iterator[torch.Tensor]:
+        for each in self.stepped:
+            if each.master is not None:
+                yield each.master
+            yield from (value for key, value in self._states(each).items() if key != COUNTER)
+
+    def _states(self, one: Stepped) -> dict[str, torch.Tensor]:
+        """Tensors that torch's optimizer keeps of a parameter, by its names for them."""
+        held = self._optimizer.state.get(one.tensor, {})
+        return {key: value for key, value in held.items() if isinstance(value, torch.Tensor)}
+
+    def named_states(self, one: Stepped) -> dict[str, torch.Tensor]:
+        """Likewise with the master copy; what is offloaded as it lies on the host: this rank's values."""
+        states = self._states(one)
+        if one.master is not None:
+            states[MASTER] = one.master.detach() if self.parked is None else one.master
+        if self.parked is None:
+            return states
+        return {key: value if key == COUNTER else self.parked.host(value) for key, value in states.items()}
+
+    def set_states(self, one: Stepped, given: Mapping[str, torch.Tensor]) -> None:
+        """Go on with states that `named_states` gave, those of another run too."""
+        states, parked = dict(given), self.parked
+        master = states.pop(MASTER, None)
+        if master is not None and one.master is not None:
+            (one.master.detach() if parked is None else parked.host(one.master)).copy_(master)
+        if parked is not None:
+            states = {
+                key: value if key == COUNTER else parked.adopt(one.tensor, value) for key, value in states.items()
+            }
+        if states:
+            self._optimizer.state[one.tensor] = states
+
+    @property
+    def bytes(self) -> int:
+        """On the device, between two steps."""
+        states = [state for one in self.stepped for state in self._states(one).items()]
+        held = [value for key, value in states if self.parked is None or key == COUNTER]
+        masters = [one.master for one in self.stepped if one.master is not None and self.parked is None]
+        return sum(local(tensor).nbytes for tensor in (*held, *masters))
+
+
 class Optimizer:
     """Steps a module's parameters. In a mixed precision they and their gradients are fp16 or bf16; the optimizer works
     on an fp32 master copy, which they are rounded from after every step (Micikevicius et al. 2018, "Mixed Precision
@@ -101,6 +208,8 @@ class Optimizer:
     Args:
         hidden: names of the parameters that Muon orthogonalises (`profiler.parameters.hidden_matrices`).
         shards: what this rank keeps of the parameters, and steps; None: all of them. Bound here, once cast.
+        offloaded: names of the parameters of every layer: their states and master copies stay on the host, and come to
+            the device layer by layer; None: all stay on the device.
     """
 
     def __init__(
@@ -112,11 +221,18 @@ class Optimizer:
         learning_rate: float,
         hidden: Collection[str] = (),
         shards: ZeroShards | None = None,
+        offloaded: Sequence[Collection[str]] | None = None,
     ) -> None:
         self.shards = shards
         named = self._named(module)
-        dtype = COMPUTE_DTYPE[precision]
-        self._masters = [p.detach().clone() for p in named.values()] if precision in MASTER_COPY else []
+        layers = [list(named)] if offloaded is None else _by_layer(named, offloaded)
+        hosts = [None if offloaded is None else ParkedStates() for _ in layers]
+        dtype, masters = COMPUTE_DTYPE[precision], dict[str, torch.Tensor]()
+        for layer, parked in zip(layers, hosts, strict=True):
+            for each in layer if precision in MASTER_COPY else ():
+                masters[each] = named[each].detach().clone()
+                if parked is not None:
+                    parked.add(masters[each])
         for parameter in module.parameters():
             if parameter.is_floating_point() and parameter.dtype != dtype:
                 # Assigning to .data would leave a DTensor's own record of its type behind.
@@ -125,10 +241,14 @@ class Optimizer:
         if shards is not None:
             shards.bind()
             named = shards.pieces()
-        self._names, self._parameters = list(named), list(named.values())
-        trained = self._masters or self._parameters
-        matrices = hidden_of(module, trained, hidden) if shards is None else ()
-        self._optimizer = make_optimizer(name, trained, learning_rate, matrices) if trained else None
+        self._stepped = {each: Stepped(each, tensor, masters.get(each)) for each, tensor in named.items()}
+        matrices = hidden_of(module, list(self.trained.values()), hidden) if shards is None else ()
+        self._parts = []
+        for layer, parked in zip(layers, hosts, strict=True):
+            mine = [self._stepped[each] for each in layer]
+            if mine:
+                made = make_optimizer(name, [one.tensor for one in mine], learning_rate, matrices)
+                self._parts.append(Part(mine, made, parked))
 
     def _named(self, module: nn.Module) -> dict[str, torch.Tensor]:
         if self.shards is not None:
@@ -139,21 +259,10 @@ class Optimizer:
         """Apply the gradients, times a factor: of the loss scale and of clipping. Where there is a master copy the
         product is taken in fp32, where nothing underflows.
         """
-        if self._optimizer is not None:
-            self._step(self._optimizer, factor)
+        for part in self._parts:
+            part.step(factor)
         if self.shards is not None:
             self.shards.publish()
-
-    def _step(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
-        for master, parameter in zip(self._masters, self._parameters, strict=False):
-            master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)
-        if factor != 1.0:
-            _scale_gradients(self._masters or self._parameters, factor)
-        optimizer.step()
-        with torch.no_grad():
-            for master, parameter in zip(self._masters, self._parameters, strict=False):
-                parameter.copy_(master)
-                master.grad = None
 
     def zero_gradients(self) -> None:
         """Set gradients to zero in place: they are views of buckets, which a new tensor would double."""
@@ -161,49 +270,65 @@ class Optimizer:
             self.shards.zero_gradients()
             return
         with torch.no_grad():
-            for parameter in self._parameters:
+            for parameter in self.parameters:
                 if parameter.grad is not None:
                     parameter.grad.zero_()
 
     @property
     def parameters(self) -> list[torch.Tensor]:
         """What carries this rank's gradients: its trained parameters, or what it keeps of them."""
-        return self._parameters
+        return [one.parameter for one in self._stepped.values()]
 
     @property
     def trained(self) -> dict[str, torch.Tensor]:
-        """What the optimizer works on, by the parameter's name: its master copy, or the parameter itself."""
-        return dict(zip(self._names, self._masters or self._parameters, strict=True))
+        """What the optimizer works on, by the parameter's name: its master copy, or the parameter itself. An offloaded
+        master copy has its shape and type, and no values.
+        """
+        return {name: one.tensor for name, one in self._stepped.items()}
 
     def named_states(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Every state by the parameter's name and its own; a master copy is the state `master`."""
-        held = self._optimizer.state if self._optimizer is not None else {}
-        return {
-            name: {
-                **{key: value for key, value in held.get(tensor, {}).items() if isinstance(value, torch.Tensor)},
-                **({MASTER: tensor.detach()} if self._masters else {}),
-            }
-            for name, tensor in self.trained.items()
-        }
+        """Every state by the parameter's name and its own; a master copy is the state `master`. Of a DTensor that is
+        offloaded, this rank's part.
+        """
+        found = {one.name: part.named_states(one) for part in self._parts for one in part.stepped}
+        return {name: found[name] for name in self._stepped}
 
     def set_states(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Go on with states that `named_states` gave, whatever was before."""
-        if self._optimizer is None:
-            return
-        for name, tensor in self.trained.items():
-            given = dict(states.get(name, {}))
-            master = given.pop(MASTER, None)
-            if master is not None:
-                tensor.detach().copy_(master)
-            if given:
-                self._optimizer.state[tensor] = given
+        for part in self._parts:
+            for one in part.stepped:
+                part.set_states(one, states.get(one.name, {}))
+
+    def room_for_state(self, name: str, key: str, dtype: torch.dtype, shape: torch.Size | None) -> torch.Tensor:
+        """An empty tensor for a state that `set_states` will take.
+
+        Args:
+            shape: None: it is of the parameter's, and spread as that is.
+        """
+        tensor = self._stepped[name].tensor
+        is_offloaded = key != COUNTER and any(part.parked is not None for part in self._parts)
+        if shape is not None:
+            return torch.empty(shape, dtype=dtype, device="cpu" if is_offloaded else tensor.device)
+        return host_like(local(tensor.detach()), dtype) if is_offloaded else torch.empty_like(tensor, dtype=dtype)
 
     @property
     def bytes(self) -> int:
-        """Bytes of this rank's optimizer states and master copies."""
-        states = self._optimizer.state.values() if self._optimizer is not None else ()
-        held = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
-        return sum(_local_bytes(tensor) for tensor in (*held, *self._masters))
+        """Bytes of this rank's optimizer states and master copies on the device, between two steps."""
+        return sum(part.bytes for part in self._parts)
+
+    @property
+    def host_bytes(self) -> int:
+        """Of those on the host."""
+        return sum(part.parked.nbytes for part in self._parts if part.parked is not None)
+
+
+def _by_layer(names: Iterable[str], layers: Sequence[Collection[str]]) -> list[list[str]]:
+    """Each name in the first layer that has it, those of no layer in a last one."""
+    sets = [set(layer) for layer in layers]
+    found: list[list[str]] = [[] for _ in range(len(layers) + 1)]
+    for name in names:
+        found[next((index for index, layer in enumerate(sets) if name in layer), len(layers))].append(name)
+    return found
 
 
 def hidden_of(module: nn.Module, trained: Sequence[torch.Tensor], hidden: Collection[str]) -> list[torch.Tensor]:
@@ -217,7 +342,3 @@ def _scale_gradients(tensors: Iterable[torch.Tensor], factor: float) -> None:
     for tensor in tensors:
         if tensor.grad is not None:
             local(tensor.grad).mul_(factor)
-
-
-def _local_bytes(tensor: torch.Tensor) -> int:
-    return local(tensor).nbytes

@@ -12,6 +12,7 @@ from torch import nn
 
 from planner.executor.exposed import exposed_seconds
 from planner.executor.mesh import Mesh
+from planner.executor.offload import ActivationOffload
 from planner.executor.optimizer import Optimizer
 from planner.executor.sharding import local
 from planner.executor.timeline import Span
@@ -41,7 +42,9 @@ class RankReport:
     spans: tuple[tuple[Span, ...], ...]
 
 
-def rank_of(module: nn.Module, optimizer: Optimizer, mesh: Mesh, *, peak_bytes: int) -> MeasuredRank:
+def rank_of(
+    module: nn.Module, optimizer: Optimizer, offload: ActivationOffload | None, mesh: Mesh, *, peak_bytes: int
+) -> MeasuredRank:
     """What this rank holds."""
     parameters = [local(parameter.detach()) for parameter in module.parameters()]
     gradients = [local(parameter.grad) for parameter in module.parameters() if parameter.grad is not None]
@@ -54,6 +57,7 @@ def rank_of(module: nn.Module, optimizer: Optimizer, mesh: Mesh, *, peak_bytes: 
         parameters_bytes=shards.parameters_bytes if shards else sum(each.nbytes for each in parameters),
         gradients_bytes=shards.gradients_bytes if shards else sum(each.nbytes for each in gradients),
         optimizer_bytes=optimizer.bytes,
+        host_bytes=optimizer.host_bytes + (0 if offload is None else offload.peak_bytes),
     )
 
 

@@ -29,6 +29,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from planner.errors import ScheduleError
+from planner.executor.offload import ActivationOffload
 from planner.executor.pieces import split_inputs, split_targets
 from planner.executor.replicas import Reducer
 from planner.executor.scaling import LossScaler
@@ -58,6 +59,7 @@ class PipelineRuntime(_PipelineScheduleRuntime):
         recorder: times the actions.
         reducer: adds the gradients up over the replicas; None without replicas.
         scaler: of the loss, so that its gradients do not underflow; None: unscaled.
+        offload: keeps what autograd saves on the host; None: it stays on the device.
 
     Raises:
         ScheduleError: torch refuses the lists: an action is missing, doubled or out of order, or they dead-lock.
@@ -74,6 +76,7 @@ class PipelineRuntime(_PipelineScheduleRuntime):
         recorder: Recorder,
         reducer: Reducer | None,
         scaler: LossScaler | None,
+        offload: ActivationOffload | None = None,
     ) -> None:
         # The mean over micro-batches is taken in the loss: scaling the gradients afterwards would divide parameters
         # that two stages of a rank share twice.
@@ -93,6 +96,7 @@ class PipelineRuntime(_PipelineScheduleRuntime):
             raise ScheduleError(f"torch refuses the schedule: {error}", field="actions", mend="plan again.") from None
         self._recorder = recorder
         self._reducer = reducer
+        self._offload = offload
         self._by_index = {stage.stage_index: stage for stage in stages}
         self._graphs: dict[int, torch.Tensor] = {}
         self._sends: dict[Unit, list[dist.Work]] = {}
@@ -162,10 +166,12 @@ class PipelineRuntime(_PipelineScheduleRuntime):
     def _forward(self, stage: TimedStage, micro_batch: int) -> None:
         unit = (stage.stage_index, micro_batch)
         _wait_batch_p2p(self.fwd_recv_ops.pop(unit, []))
-        with nullcontext() if self._reducer is None else self._reducer.forward():
-            output = stage.forward_one_chunk(micro_batch, self._arguments[micro_batch], {}, save_forward_output=False)
-        if stage.is_last:
-            self._graphs[micro_batch] = self._share(output, self._targets[micro_batch])
+        with nullcontext() if self._offload is None else self._offload.saving(unit):
+            with nullcontext() if self._reducer is None else self._reducer.forward():
+                arguments = self._arguments[micro_batch]
+                output = stage.forward_one_chunk(micro_batch, arguments, {}, save_forward_output=False)
+            if stage.is_last:
+                self._graphs[micro_batch] = self._share(output, self._targets[micro_batch])
         self._recorder.stop()
         following = self._by_index.get(stage.stage_index + 1)
         if following is not None:
@@ -207,6 +213,8 @@ class PipelineRuntime(_PipelineScheduleRuntime):
         _wait_batch_p2p(self._sends.pop(unit, []))
         loss = self._graphs.pop(micro_batch, None) if stage.is_last else None
         stage.backward_one_chunk(micro_batch, loss=loss, full_backward=full)
+        if self._offload is not None:
+            self._offload.release(unit)
         if loss is not None:
             self._losses[micro_batch] = self._share.unscaled(loss.detach())
         preceding = self._by_index.get(stage.stage_index - 1)

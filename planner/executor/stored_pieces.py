@@ -64,12 +64,12 @@ class StoredPiece:
     @classmethod
     def of(cls, piece: Piece, values: torch.Tensor) -> StoredPiece:
         """The piece of a parameter, or of something of its shape."""
-        parameter = piece.span.parameter
-        shape, offsets = tuple(parameter.shape), (0,) * parameter.dim()
-        if isinstance(parameter, DTensor):
-            placed = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-            shape, offsets = placed
-        return cls(values, piece.start, shape, offsets, tuple(parameter.shape))
+        return cls(values, piece.start, *_place_of(piece.span.parameter))
+
+    @classmethod
+    def of_rank(cls, tensor: torch.Tensor, values: torch.Tensor) -> StoredPiece:
+        """All that this rank has of a tensor, or of something of its shape."""
+        return cls(values, 0, *_place_of(tensor))
 
     def _parts(self) -> Iterator[tuple[ChunkStorageMetadata, torch.Tensor]]:
         begin, flat = 0, self.values.view(-1)
@@ -91,6 +91,14 @@ class StoredPiece:
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         return next(part for chunk, part in self._parts() if chunk.offsets == index.offset)
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Shape of this rank's part, its offsets in the whole tensor, and the shape of that."""
+    shape, offsets = tuple(tensor.shape), (0,) * tensor.dim()
+    if isinstance(tensor, DTensor):
+        shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return shape, offsets, tuple(tensor.shape)
 
 
 class WritePieces(DefaultSavePlanner):

@@ -71,6 +71,7 @@ def check_plan(plan: Plan) -> Grid:
     _check_sequence(plan)
     _check_experts(plan)
     _check_schedule(plan, schedule_of(plan))
+    plan.layout.check_offload()
     return grid
 
 
@@ -81,9 +82,10 @@ def _choices(plan: Plan) -> Iterator[tuple[str, object, tuple[object, ...]]]:
         yield "layout.tensor_parallel_degree", layout.tensor_parallel_degree, (1,)
         yield "layout.zero_stage", layout.zero_stage, (0,)
         yield "layout.expert_parallel_degree", layout.expert_parallel_degree, (1,)
+    modes = ("none",) if layout.activation_offload else RECOMPUTE_MODES
     for stage in plan.stages:
         for index, layer in enumerate(stage.layers):
-            yield f"stages[{stage.index}].layers[{index}].recompute", layer.recompute, RECOMPUTE_MODES
+            yield f"stages[{stage.index}].layers[{index}].recompute", layer.recompute, modes
 
 
 def grid_of(plan: Plan) -> Grid:
@@ -197,6 +199,7 @@ def _check_schedule(plan: Plan, schedule: Schedule) -> None:
     _check_chunks(plan, schedule)
     if Requirement.SPLIT_BACKWARD in requirements(schedule):
         _refuse_recompute(plan, "I and W would each run the forward of a layer again")
+        _refuse_activation_offload(plan)
     if entry.recompute_modes:
         _refuse_recompute(plan, "it is to run while a rank waits, but the executor recomputes inside the backward")
 
@@ -237,6 +240,16 @@ def _refuse_recompute(plan: Plan, reason: str) -> None:
                     field=f"stages[{stage.index}].layers[{index}].recompute",
                     mend="write none, or use a schedule of F and B alone, such as gpipe, 1f1b or interleaved-1f1b.",
                 )
+
+
+def _refuse_activation_offload(plan: Plan) -> None:
+    if plan.layout.activation_offload:
+        raise UnsupportedError(
+            f"the executor does not offload activations under the schedule {plan.layout.schedule!r}: I and W would "
+            "each have to bring them back.",
+            field="layout.activation_offload",
+            mend="write false, or use a schedule of F and B alone, such as gpipe, 1f1b or interleaved-1f1b.",
+        )
 
 
 def _check_owners(plan: Plan, schedule: Schedule) -> None:

@@ -31,6 +31,9 @@ class MeasuredRank(Document):
     parameters_bytes: int = Field(default=0, ge=0)
     gradients_bytes: int = Field(default=0, ge=0)
     optimizer_bytes: int = Field(default=0, ge=0)
+    """On the device; states and master copies that are offloaded count in `host_bytes`."""
+    host_bytes: int = Field(default=0, ge=0)
+    """Offloaded to the host's memory: activations of the units in flight, at their peak, and optimizer states."""
     exposed_communication_seconds: float | None = Field(default=None, ge=0)
     """Of the recorded step: waiting for tensors that another rank had made already, and for reduced gradients."""
 
