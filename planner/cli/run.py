@@ -22,7 +22,7 @@ from planner.cli.service import check_address, exchange
 from planner.cli.units import percent
 from planner.errors import DocumentError
 from planner.executor.elastic import DEFAULT_COOLDOWN_SECONDS, DEFAULT_RESTARTS, ElasticPolicy
-from planner.executor.settings import DEFAULT_KEEP
+from planner.executor.settings import DEFAULT_GRACE_SECONDS, DEFAULT_KEEP
 from planner.spec import MeasuredRun, Plan, read
 
 WORKERS = ("output", "metrics")
@@ -55,6 +55,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=300.0,
         metavar="SECONDS",
         help="a rank waits no longer for others",
+    )
+    add_option(
+        parser,
+        "--grace",
+        positive_seconds,
+        default=DEFAULT_GRACE_SECONDS,
+        metavar="SECONDS",
+        help="from SIGTERM until whoever sent it kills; with --checkpoint-dir, a longer step is left undone",
     )
     add_option(parser, "--weights", str, metavar="PATH", help="safetensors with initial values (default: by the seed)")
     parser.add_argument("--deterministic", action="store_true", help="use torch's deterministic algorithms only")
@@ -196,7 +204,7 @@ def _settings(model: str, arguments: argparse.Namespace) -> dict[str, Any]:
     names = ("steps", "data", "loss", "seed", "learning_rate", "max_gradient_norm", "device", "weights")
     kept = ("deterministic", "checkpoint_dir", "checkpoint_every", "keep", "resume")
     given = {name: getattr(arguments, name) for name in (*names, *kept)}
-    return {"model": model, "timeout_seconds": arguments.timeout, **given}
+    return {"model": model, "timeout_seconds": arguments.timeout, "grace_seconds": arguments.grace, **given}
 
 
 def _check_elastic(arguments: argparse.Namespace) -> None:

@@ -24,6 +24,8 @@ from planner.executor.roster import ANY_GROUP, KnownPlans, group_of_node, kinds
 from planner.executor.settings import RunSettings
 from planner.spec import MeasuredRun, Plan
 
+SHORTER = {"--timeout-seconds": "--timeout", "--grace-seconds": "--grace"}
+"""Options of the ranks, as this command calls them."""
 RANK = ("-m", "planner.cli.node_rank")
 NODES = re.compile(r"(\d+):(\d+)")
 ONE_NODE_ONLY = ("cooldown", "discover", "reference_steps")
@@ -180,8 +182,8 @@ def _sizes(asked: list[tuple[str, int]], group: str) -> int:
 
 
 def _spelt(settings: RunSettings) -> list[str]:
-    """As options of this command, which has a shorter name for one of them."""
-    return ["--timeout" if word == "--timeout-seconds" else word for word in settings.to_arguments()]
+    """As options of this command."""
+    return [SHORTER.get(word, word) for word in settings.to_arguments()]
 
 
 def _policy(plan: Plan, group: str, arguments: argparse.Namespace) -> NodesPolicy:

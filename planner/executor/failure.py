@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
 import signal
 import time
@@ -15,15 +17,17 @@ from typing import Any
 
 import planner.errors
 from planner.errors import PlannerError, Problem, RunError, StoppedError
+from planner.executor.checkpoint_folder import complete
 
 SHOWN_LINES = 15
 GRACE_SECONDS = 30
-"""Between torchrun's SIGTERM and its SIGKILL."""
+"""Between the SIGTERM and the SIGKILL of a torchrun one of whose ranks has failed."""
 FAILURE = re.compile(
     r"time\s*:\s*(?P<time>\S+)\s+host\s*:.*\s+rank\s*:\s*(?P<rank>\d+).*\s+exitcode\s*:\s*(?P<code>-?\d+)"
 )
 """One failure in torchrun's summary."""
 STOPPED_NOTE = "stopped.json"
+LATE_NOTE = "late.txt"
 
 
 def failure_report(rank: int, error: Exception) -> dict[str, Any]:
@@ -61,13 +65,43 @@ def write_stopped(folder: Path, step: int, checkpoint: Path) -> None:
     (folder / STOPPED_NOTE).write_text(note, encoding="utf-8")
 
 
+def write_late(folder: Path | None, checkpoints: Path, grace_seconds: float) -> str:
+    """Leave word of a step that was not done within the grace; returns it in words."""
+    kept = complete(checkpoints)
+    text = (
+        f"the step at hand and its checkpoint were not done within the grace of {grace_seconds:g} seconds, and are "
+        + (f"lost; kept is {kept[-1]}." if kept else "lost; no checkpoint was kept before.")
+    )
+    if folder is not None:
+        partial = folder / f"{LATE_NOTE}.{os.getpid()}"
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, folder / LATE_NOTE)
+    return text
+
+
+def read_late(folder: Path, *, seconds: float) -> StoppedError | None:
+    """The error of a run, or node, that was told to stop and had no time to; None: it had.
+
+    Args:
+        seconds: older word is of another time, when the ranks were ended to start anew.
+    """
+    path = folder / LATE_NOTE
+    if not path.exists() or time.time() - path.stat().st_mtime > seconds:
+        return None
+    return StoppedError(
+        f"the run was told to stop (SIGTERM); {path.read_text(encoding='utf-8')}",
+        mend="resume to go on; keep checkpoints more often, or give a longer --grace where whoever sends SIGTERM waits "
+        "so long.",
+    )
+
+
 def read_stopped(folder: Path) -> StoppedError:
     """The error of a run that was told to stop, with the checkpoint that it left, if it left one."""
     path = folder / STOPPED_NOTE
     if not path.exists():
-        return StoppedError(
+        return read_late(folder, seconds=math.inf) or StoppedError(
             "the run was told to stop (SIGTERM), and kept nothing of the steps since the last checkpoint.",
-            mend="keep checkpoints (checkpoint_dir), of steps shorter than torchrun's grace of 30 seconds.",
+            mend="keep checkpoints (checkpoint_dir).",
         )
     note = json.loads(path.read_text(encoding="utf-8"))
     return StoppedError(

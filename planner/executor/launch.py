@@ -15,9 +15,15 @@ from planner.errors import DocumentError, LayoutError, RunError, UnsupportedErro
 from planner.executor.checkpoint_folder import check_policy
 from planner.executor.elastic import Elastic, ElasticPolicy
 from planner.executor.failure import read_failure
-from planner.executor.settings import DEFAULT_KEEP, DEFAULT_LEARNING_RATE, DEFAULT_TIMEOUT_SECONDS, RunSettings
+from planner.executor.settings import (
+    DEFAULT_GRACE_SECONDS,
+    DEFAULT_KEEP,
+    DEFAULT_LEARNING_RATE,
+    DEFAULT_TIMEOUT_SECONDS,
+    RunSettings,
+)
 from planner.executor.support import check_plan
-from planner.executor.torchrun import Log, Torchrun, started
+from planner.executor.torchrun import Log, Torchrun, grace, started
 from planner.spec.job import Precision
 from planner.spec.measured import MeasuredRun
 from planner.spec.plan import Plan
@@ -46,6 +52,7 @@ def run_plan(
     log: Log = lambda line: None,
     reference_steps: int = 0,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    grace_seconds: float = DEFAULT_GRACE_SECONDS,
     checkpoint_dir: str | None = None,
     checkpoint_every: int | None = None,
     keep: int = DEFAULT_KEEP,
@@ -58,8 +65,8 @@ def run_plan(
 
     Args:
         plan_path: the plan's file; None: a temporary one is written.
-        model, data, loss, seed, learning_rate, max_gradient_norm, device, timeout_seconds, checkpoint_dir,
-            checkpoint_every, keep, resume, weights, deterministic: see `RunSettings`.
+        model, data, loss, seed, learning_rate, max_gradient_norm, device, timeout_seconds, grace_seconds,
+            checkpoint_dir, checkpoint_every, keep, resume, weights, deterministic: see `RunSettings`.
         output: where to write the report too.
         metrics: file for one JSON line per step.
         log: takes one line of text per step.
@@ -83,6 +90,7 @@ def run_plan(
         max_gradient_norm=max_gradient_norm,
         device=device,
         timeout_seconds=timeout_seconds,
+        grace_seconds=grace_seconds,
         checkpoint_dir=checkpoint_dir,
         checkpoint_every=checkpoint_every,
         keep=keep,
@@ -145,7 +153,10 @@ def node_commands(
     """
     check_plan(plan)
     ranks = _ranks_per_node(plan)
-    arguments = RunSettings(model=model, steps=steps, **settings).to_arguments()  # type: ignore[arg-type]
+    chosen = RunSettings(model=model, steps=steps, **settings)  # type: ignore[arg-type]
+    arguments = chosen.to_arguments()
+    is_usual = chosen.grace_seconds == DEFAULT_GRACE_SECONDS
+    variables = "" if is_usual else "".join(f"{name}={value} " for name, value in grace(chosen).items())
     worker = ["-m", "planner.executor.worker", str(plan_path), *arguments, "--output", "measured.json"]
     groups = _groups_of_nodes(plan)
     lines = []
@@ -153,7 +164,7 @@ def node_commands(
         torchrun = ["torchrun", f"--nnodes={len(ranks)}", f"--node-rank={number}", f"--nproc-per-node={processes}"]
         # The one word that the shell must expand stays unquoted.
         master = f'--master-addr="$MASTER_ADDR" --master-port={MASTER_PORT}'
-        text = f"{shlex.join(torchrun)} {master} {shlex.join(worker)}"
+        text = f"{variables}{shlex.join(torchrun)} {master} {shlex.join(worker)}"
         lines.append(NodeCommand(node, groups[node], processes, text))
     return tuple(lines)
 

@@ -37,7 +37,7 @@ from planner.executor.pilot import How, Moments, Pilot
 from planner.executor.rendezvous import BEGAN, ROUND, Board
 from planner.executor.roster import ANY_GROUP, KnownPlans, Roster, seats
 from planner.executor.settings import RunSettings
-from planner.executor.stopping import STOPPED, StopRequest
+from planner.executor.stopping import STOPPED, StopRequest, leaving_in_time
 from planner.executor.torchrun import StepLine
 from planner.executor.training import Metrics
 from planner.executor.weigh import Pace
@@ -241,7 +241,8 @@ class NodeRank:
         seat, key, told = placed.get((self._place.node, self._place.device)), f"end/{number}", False
         if seat is not None:
             pilot = self._pilot(number, plan, roster) if seat == 0 else None
-            with self._group(number, seat, len(plan.placement)), StopRequest() as asked:
+            stop = leaving_in_time(self._settings.grace_seconds, self._checkpoints, self._options.failures)
+            with self._group(number, seat, len(plan.placement)), stop as asked:
                 measured, stopped = self._train(plan, pilot, asked)
                 told = asked()
             if pilot is not None:

@@ -21,11 +21,11 @@ from typing import Protocol
 
 from planner.errors import DocumentError, StoppedError
 from planner.executor.elastic import DEFAULT_RESTARTS
-from planner.executor.failure import read_failure
+from planner.executor.failure import read_failure, read_late
 from planner.executor.roster import ANY_GROUP, Roster
 from planner.executor.settings import RunSettings
 from planner.executor.stopping import STOPPED
-from planner.executor.torchrun import Log, StepLine, environment, passing_on, started
+from planner.executor.torchrun import Log, StepLine, environment, grace, passing_on, started
 from planner.executor.weigh import Rebalancer
 from planner.spec.document import read
 from planner.spec.measured import MeasuredRun
@@ -140,14 +140,14 @@ def run_node(
         mine = Roster.of_nodes([(policy.devices, policy.group)])
         log(f"run {policy.run_id}: {mine} takes part; the one of rank 0 tells of the steps")
         with (
-            started(command, environment(plan, policy.devices), folder / "stderr.txt") as process,
+            started(command, environment(plan, policy.devices) | grace(settings), folder / "stderr.txt") as process,
             passing_on(process) as signals,
         ):
             assert process.stdout is not None
             for line in process.stdout:
                 on_line(line)
         if signals or process.returncode == STOPPED:
-            raise StoppedError(
+            raise read_late(folder, seconds=2 * settings.grace_seconds) or StoppedError(
                 "this node was told to leave (SIGTERM), and did; the nodes that are left go on where it stopped.",
                 mend="start the command again to come back.",
             )

@@ -12,6 +12,7 @@ from planner.errors import DocumentError
 DEFAULT_LEARNING_RATE = 3e-4
 DEFAULT_TIMEOUT_SECONDS = 300.0
 DEFAULT_KEEP = 3
+DEFAULT_GRACE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,8 @@ class RunSettings:
     """``cpu`` or ``cuda``; None: CUDA where there is any."""
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
     """A rank that waits longer for another gives up."""
+    grace_seconds: float = DEFAULT_GRACE_SECONDS
+    """From SIGTERM until whoever sent it kills; with checkpoints, what is not done by then is left."""
     checkpoint_dir: str | None = None
     """See `CheckpointPolicy`; None: no checkpoints."""
     checkpoint_every: int | None = None
@@ -72,7 +75,7 @@ class RunSettings:
     def __post_init__(self) -> None:
         _check("steps", self.steps, self.steps >= 1, "a whole number of at least 1")
         _check("seed", self.seed, self.seed >= 0, "a whole number of at least 0")
-        for name in ("learning_rate", "timeout_seconds", "max_gradient_norm"):
+        for name in ("learning_rate", "timeout_seconds", "grace_seconds", "max_gradient_norm"):
             value = getattr(self, name)
             _check(name, value, value is None or (math.isfinite(value) and value > 0), "a number above 0")
         if self.checkpoints is None and (self.checkpoint_every is not None or self.resume or self.keep != DEFAULT_KEEP):
@@ -106,7 +109,7 @@ class RunSettings:
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         """Teach a parser the arguments of `to_arguments`."""
         kinds: dict[str, type] = dict.fromkeys(("steps", "seed", "checkpoint_every", "keep"), int)
-        kinds |= dict.fromkeys(("learning_rate", "max_gradient_norm", "timeout_seconds"), float)
+        kinds |= dict.fromkeys(("learning_rate", "max_gradient_norm", "timeout_seconds", "grace_seconds"), float)
         for field in fields(RunSettings):
             required = field.name == "model"
             option = f"--{field.name.replace('_', '-')}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -23,6 +24,8 @@ from planner.spec.measured import MeasuredRun
 from planner.spec.plan import Plan
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""Whole seconds; torch knows it from 2.13 on, and takes 30 before."""
 Log = Callable[[str], None]
 
 
@@ -101,7 +104,7 @@ class Torchrun:
         if metrics is not None:
             self._command += ["--metrics", str(metrics)]
         shown = None if settings.device == "cpu" else devices
-        self._environment = environment(plan) | visible(shown, os.environ.get(VISIBLE_DEVICES))
+        self._environment = environment(plan) | grace(settings) | visible(shown, os.environ.get(VISIBLE_DEVICES))
         self._process: subprocess.Popen[str] | None = None
         self._told = False
 
@@ -185,6 +188,11 @@ def environment(plan: Plan, ranks: int | None = None) -> dict[str, str]:
         threads = str(max(1, len(os.sched_getaffinity(0)) // (ranks or len(plan.placement))))
     # Threads that spin while they wait take the core from one that works, where cores are shared.
     return {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "OMP_NUM_THREADS": threads}
+
+
+def grace(settings: RunSettings) -> dict[str, str]:
+    """The variable that tells torchrun how long ranks may take to leave."""
+    return {SHUTDOWN_TIMEOUT: str(math.ceil(settings.grace_seconds))}
 
 
 def visible(devices: Sequence[int] | None, outer: str | None) -> dict[str, str]:

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 from planner.executor.checkpoint_folder import final_path
 from planner.executor.failure import write_failure, write_stopped
 from planner.executor.settings import RunSettings
-from planner.executor.stopping import STOPPED
+from planner.executor.stopping import STOPPED, leaving_in_time
 from planner.executor.training import Metrics
 from planner.spec.plan import Plan
 
@@ -47,7 +48,11 @@ def _train(options: argparse.Namespace) -> int:
     settings = RunSettings.from_arguments(options)
     executor = make_executor(options.plan, settings)
     policy = settings.checkpoints
-    measured = executor.train(settings.steps, metrics=options.metrics, on_step=print_step, checkpoints=policy)
+    stop = None if policy is None else leaving_in_time(settings.grace_seconds, policy.directory, options.failures)
+    with nullcontext() if stop is None else stop:
+        measured = executor.train(
+            settings.steps, metrics=options.metrics, on_step=print_step, checkpoints=policy, asked_to_stop=stop
+        )
     if executor.mesh.rank == 0 and options.output:
         Path(options.output).write_text(measured.model_dump_json(indent=1), encoding="utf-8")
     if executor.mesh.rank == 0 and executor.stopped and policy is not None and options.failures is not None:

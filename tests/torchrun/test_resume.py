@@ -7,13 +7,17 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from planner.errors import StoppedError
 from planner.executor.checkpoint_folder import MANIFEST, Manifest, damaged
 from planner.executor.dry_run import COMPARED, dry_run
+from planner.executor.launch import run_plan
 from planner.executor.scaling import INITIAL_SCALE
 from planner.spec import read
 from tests.executor.plans import make_plan, source_of
@@ -132,3 +136,44 @@ def test_sigterm_leaves_a_checkpoint(tmp_path: Path) -> None:
     assert f"after {manifest.step} steps, kept in {kept}" in told
     steps = [line for line in told.splitlines() if line.startswith("step ")]
     assert int(steps[-1].split()[1]) + 1 == manifest.step if steps else manifest.step == 1
+
+
+SLOW_FROM = 3
+STEPS_SEEN: list[int] = []
+
+
+def hanging_later(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Cross entropy, of which the fourth lasts longer than any grace."""
+    STEPS_SEEN.append(len(STEPS_SEEN))
+    if len(STEPS_SEEN) > SLOW_FROM:
+        time.sleep(1000)
+    return torch.nn.functional.cross_entropy(output, targets)
+
+
+def test_a_step_longer_than_the_grace_keeps_the_checkpoint_before(tmp_path: Path) -> None:
+    """Told to stop in such a step, the run leaves in time, says so, and names what is kept."""
+    source = source_of("mlp", tmp_path)
+    plan = make_plan([layer.name for layer in source.cut().layers], sequence_length=0, micro_batches=1)
+    folder = tmp_path / "checkpoints"
+
+    def log(line: str) -> None:
+        if line.startswith(f"step {SLOW_FROM - 1:4d}"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    begun = time.monotonic()
+    with pytest.raises(StoppedError, match=r"within the grace of 5 seconds, and are lost; kept is .*step-0000000\d"):
+        run_plan(
+            plan,
+            model=source.name,
+            steps=10,
+            data="synthetic",
+            loss=f"{__name__}:hanging_later",
+            device="cpu",
+            log=log,
+            grace_seconds=5,
+            checkpoint_dir=str(folder),
+            checkpoint_every=1,
+        )
+    assert time.monotonic() - begun < 60
+    for kept in folder.glob("step-*"):
+        assert damaged(kept, read(Manifest, kept / MANIFEST)) == []

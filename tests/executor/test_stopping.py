@@ -1,0 +1,75 @@
+"""SIGTERM is noted, and its grace is counted even while the process runs no Python."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch.distributed import DistStoreError, HashStore  # type: ignore[attr-defined]
+
+from planner.errors import StoppedError
+from planner.executor.failure import read_late, read_stopped, write_late, write_stopped
+from planner.executor.stopping import StopRequest
+
+GRACE_SECONDS = 1.0
+
+
+def hang(seconds: float) -> None:
+    """Wait as a rank in a collective does: in C++, where no handler of Python's runs."""
+    with pytest.raises(DistStoreError):
+        HashStore().wait(["never"], timedelta(seconds=seconds))
+
+
+def test_a_step_that_outlasts_the_grace_is_left() -> None:
+    """Before the grace is over, from another thread, however the main one hangs."""
+    begun, late = time.monotonic(), list[float]()
+    with StopRequest(GRACE_SECONDS, lambda: late.append(time.monotonic() - begun)) as asked:
+        os.kill(os.getpid(), signal.SIGTERM)
+        hang(2 * GRACE_SECONDS)
+        assert asked()
+    (seconds,) = late
+    assert 0.8 * GRACE_SECONDS <= seconds < 1.8 * GRACE_SECONDS
+
+
+def test_a_step_that_ends_in_time_is_not_left() -> None:
+    """Nor one that was not told to stop; the handler and the thread are gone afterwards."""
+    before, threads = signal.getsignal(signal.SIGTERM), threading.active_count()
+    late: list[bool] = []
+    for told in (True, False):
+        with StopRequest(GRACE_SECONDS / 2, lambda: late.append(True)) as asked:
+            if told:
+                os.kill(os.getpid(), signal.SIGTERM)
+            hang(0.01)
+            assert asked() == told
+    until = time.monotonic() + 10
+    while threading.active_count() > threads and time.monotonic() < until:
+        time.sleep(0.01)
+    assert (threading.active_count(), signal.getsignal(signal.SIGTERM)) == (threads, before)
+    time.sleep(GRACE_SECONDS / 2)
+    assert late == []
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_the_launcher_tells_what_is_kept(tmp_path: Path) -> None:
+    """A checkpoint of the stop itself, the one before, or none."""
+    notes, checkpoints = tmp_path / "notes", tmp_path / "checkpoints"
+    notes.mkdir()
+    assert "kept nothing" in str(read_stopped(notes))
+    assert read_late(notes, seconds=10) is None
+    write_late(notes, checkpoints, 7.5)
+    assert "within the grace of 7.5 seconds, and are lost; no checkpoint" in str(read_stopped(notes))
+    (checkpoints / "step-00000004").mkdir(parents=True)
+    (checkpoints / "step-00000004" / "manifest.json").touch()
+    write_late(notes, checkpoints, 7.5)
+    late = read_late(notes, seconds=10)
+    assert isinstance(late, StoppedError)
+    assert f"kept is {checkpoints / 'step-00000004'}." in str(late)
+    assert "--grace" in late.problems[0].mend
+    assert read_late(notes, seconds=-1) is None, "word of another time"
+    write_stopped(notes, 5, checkpoints / "step-00000005")
+    assert "did after 5 steps" in str(read_stopped(notes))
