@@ -114,9 +114,10 @@ def _host_text(prediction: Prediction) -> tuple[str, ...]:
     fullest = max(prediction.memory, key=lambda row: row.host_bytes)
     if not fullest.host_bytes:
         return ()
+    kept, part = (size / 2**30 for size in (fullest.host_bytes, fullest.host_capacity_bytes or 0))
     return (
-        f"Each of its devices keeps up to {fullest.host_bytes / 2**30:.2f} GiB in its node's memory, on pipeline rank "
-        f"{fullest.pipeline_rank}; its part of that is {(fullest.host_capacity_bytes or 0) / 2**30:.2f} GiB.",
+        f"A device of pipeline rank {fullest.pipeline_rank} keeps most in its node's memory: {kept:.2f} of the "
+        f"{part:.2f} GiB that are its part.",
     )
 
 

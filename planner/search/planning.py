@@ -18,7 +18,6 @@ from planner.cost import (
     stage_ranks,
     workload,
 )
-from planner.cost.offload import missing_for_offload
 from planner.errors import LayoutError, MismatchError, UnsupportedError
 from planner.schedule import Requirement, Schedule, canonical_name, find, requirements
 from planner.search.bounds import BOUNDED
@@ -35,6 +34,7 @@ from planner.search.explain import (
 )
 from planner.search.inside import LayoutSearch, solve_layout
 from planner.search.objectives import Contest, contest
+from planner.search.offloading import NOTHING
 from planner.search.pareto import front
 from planner.search.parts import token_price
 from planner.search.relaxations import BRIEF_WORK, FULL_WORK, relaxations, remedies
@@ -199,7 +199,7 @@ def _infeasible(work: Workload, space: Space, found: Found, limits: Limits) -> I
             f"none of the {space.count} layouts fits {work.device.id}: every stage map needs more than the "
             f"{work.capacity_bytes} bytes that the job may use of its {work.device.memory_bytes}"
         )
-        if missing_for_offload(work) is None:
+        if any(family.offloading != NOTHING for family in space.families):
             reason += f", or than the {work.host_capacity_bytes} bytes that are its part of its node's memory"
     advice = [
         f"nearest: pipeline rank {miss.pipeline_rank} of data {miss.layout.data_parallel_degree} x tensor "

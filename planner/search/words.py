@@ -22,8 +22,8 @@ _CHOICES = {
     "virtual_stages_per_rank": "stages per rank",
     "sequence_chunks": "sequence chunks",
     "recompute": "recompute",
-    "activation_offload": "activations on the host",
-    "optimizer_offload": "optimizer states on the host",
+    "activation_offload": "activation offload",
+    "optimizer_offload": "optimizer offload",
 }
 _ALWAYS = ("data_parallel_degree", "tensor_parallel_degree", "pipeline_parallel_degree")
 

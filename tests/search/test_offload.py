@@ -165,7 +165,7 @@ def test_activations_go_to_the_host_where_they_do_not_fit() -> None:
     assert [row.host_bytes for row in tight.prediction.memory] == [80 * MIB, 40 * MIB]
     assert tight.prediction.memory[0].host_capacity_bytes == 500 * MIB
     assert tight.prediction.breakdown.offload_seconds == pytest.approx(8 * 2 * 2 * 20 * MIB / 8e9)
-    assert any("keeps up to 0.08 GiB in its node's memory" in sentence for sentence in tight.explanation)
+    assert any("keeps most in its node's memory: 0.08 of the 0.49 GiB" in sentence for sentence in tight.explanation)
     assert check(tight, keeps_much()).problems == ()
 
 
