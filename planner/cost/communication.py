@@ -15,6 +15,8 @@ latency a and bandwidth b of one device and direction:
           ring at the slower link
     (L4)  point to point, broadcast           a + S/b                                       -> transfer_seconds()
     (L5)  all-to-all                          (n - 1) a + (n - 1)/n S/b at the slowest link -> collective_seconds()
+    (L6)  broadcast to n ranks, before its bytes: the a of every link of a chain through all of them, node by node
+                                                                                            -> chain_seconds()
 """
 
 from __future__ import annotations
@@ -102,6 +104,13 @@ def collective_seconds(
     inside = ring_seconds(size_bytes, members, intra_node, passes=passes, copies=each, latency=latency)
     share = size_bytes / (1 + rails * (members - 1))
     return inside + ring_seconds(share, group.nodes, between, passes=passes, latency=latency)
+
+
+def chain_seconds(group: Group, intra_node: Link, inter_node: Link | None) -> float:
+    """Seconds until the last rank has the first byte: equation (L6)."""
+    intra_node, inter_node = group.links or (intra_node, inter_node)
+    within, across = group.ranks - group.nodes, group.nodes - 1
+    return within * intra_node.latency_seconds + across * (inter_node or intra_node).latency_seconds
 
 
 def transfer_seconds(size_bytes: float, link: Link) -> float:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from planner.cost.communication import collective_seconds, transfer_seconds
+from planner.cost.communication import chain_seconds, collective_seconds, transfer_seconds
 from planner.cost.groups import Groups
 from planner.cost.offload import Offload, is_offloading
 from planner.cost.placement import boundary_crosses_nodes
@@ -194,12 +194,15 @@ def _refuse_unknown_splits(work: Workload, layout: Layout) -> None:
 
 
 def _reduction_latency_ticks(work: Workload, layout: Layout, groups: Groups) -> int:
-    """Of an all-reduce among the ranks that sum gradients: under ZeRO among those of a group, then over the copies."""
+    """Of an all-reduce among the ranks that sum gradients: under ZeRO among those of a group, then over the copies;
+    where owners of whole parameters send them, one after the other, of these broadcasts too (L6)."""
     several = (groups.shard, groups.copies) if layout.zero_stage else (groups.data,)
     links, fitted = (work.intra_node, work.inter_node), work.constants
-    return ticks(
-        sum(
-            collective_seconds("all_reduce", 1, one, *links, copies=fitted.ring_copies, rails=fitted.rail_fraction)
-            for one in several
-        )
+    seconds = sum(
+        collective_seconds("all_reduce", 1, one, *links, copies=fitted.ring_copies, rails=fitted.rail_fraction)
+        for one in several
     )
+    if work.framework.whole_tensors and layout.zero_stage in (1, 2):
+        tensors = work.framework.whole_tensors * -(-len(work.profile.layers) // layout.pipeline_parallel_degree)
+        seconds += min(groups.shard.ranks, tensors) * chain_seconds(groups.shard, *links)
+    return ticks(seconds)

@@ -51,6 +51,8 @@ class LayerCost(NamedTuple):
     """Equation (T3), once per step."""
     reduction_ticks: int
     """Equation (T4), once per step."""
+    update_ticks: int
+    """Of `reduction_ticks`: gathering what ZeRO 1 or 2 has updated."""
     parameters: int
     """Elements on one rank."""
     parameters_bytes: int
@@ -138,6 +140,7 @@ class _Held(NamedTuple):
 
     optimizer_ticks: int
     reduction_ticks: int
+    update_ticks: int
     parameters: int
     parameters_bytes: int
     gradients_bytes: int
@@ -213,6 +216,7 @@ class LayerPricing:
         return _Held(
             optimizer_ticks=self._optimizer_ticks(whole, parts),
             reduction_ticks=ticks(sum([self._reduction_seconds(elements, group) for elements, group in parts])),
+            update_ticks=ticks(sum([self._update_seconds(*part) for part in parts])) if zero in (1, 2) else 0,
             parameters=whole.count.elements,
             parameters_bytes=self._sharded(whole.parameters_bytes, whole, zero >= 3),
             gradients_bytes=self._sharded(whole.gradients_bytes, whole, zero >= 2),
@@ -360,11 +364,15 @@ class LayerPricing:
             return _bandwidth_seconds(work, "all_reduce", parameters * ogp.gradient_bytes, group)
         seconds = 0.0
         if zero < 3:
-            seconds += _bandwidth_seconds(work, "all_gather", parameters * self._computed_bytes, group)
+            seconds += self._update_seconds(parameters, group)
         if zero < 2:
             seconds += _bandwidth_seconds(work, "reduce_scatter", parameters * ogp.gradient_bytes, group)
         shard_bytes = -(-parameters // group.ranks) * ogp.gradient_bytes
         return seconds + _bandwidth_seconds(work, "all_reduce", shard_bytes, self.groups.copies)
+
+    def _update_seconds(self, parameters: int, group: Group) -> float:
+        """Gathering updated parameters."""
+        return _bandwidth_seconds(self.work, "all_gather", parameters * self._computed_bytes, group)
 
     @property
     def _computed_bytes(self) -> int:

@@ -8,7 +8,7 @@
                     + sum of u(l); what several layers of the stage share is reduced and updated once; over all
                     stages of the rank                                                         -> tail_ticks()
     (S5)  a framework that overlaps them hides gradient reduction behind `overlap_fraction` of the last micro-batch's
-          backward, and ZeRO's gathers of updated parameters behind the first forward         -> tail_ticks()
+          backward, and ZeRO's gathers of updated parameters behind that of the first forward -> tail_ticks()
     (S4)  step = max over p of end(p) + tail(p)                                                 -> evaluate()
     (S6)  where ranks differ: of all columns of alike data ranks the one that ends last; each plays the schedule of its
           own number of micro-batches. Memory of a pipeline rank: of the column with least room left
@@ -134,12 +134,14 @@ def _tail(costs: LayoutCosts, ranks: Sequence[StageLayers], index: int) -> tuple
 def _hidden(costs: LayoutCosts, layers: Sequence[LayerCost]) -> int:
     """Ticks of the reduction that run beside compute: equation (S5). The first layer's gradients come last, so their
     reduction is never hidden."""
-    framework = costs.work.framework
-    beside = sum(cost.backward_ticks for cost in layers) if framework.overlaps_reduction else 0
-    if framework.overlaps_gathers and costs.layout.zero_stage in (1, 2):
-        beside += sum(cost.forward_ticks for cost in layers)
-    behind = sum(cost.reduction_ticks for cost in layers[1:])
-    return min(behind, int(costs.work.constants.overlap_fraction * beside))
+    framework, share, hidden = costs.work.framework, costs.work.constants.overlap_fraction, 0
+    if framework.overlaps_reduction:
+        reduced = sum(cost.reduction_ticks - cost.update_ticks for cost in layers[1:])
+        hidden += min(reduced, int(share * sum(cost.backward_ticks for cost in layers)))
+    if framework.overlaps_gathers:
+        gathered = sum(cost.update_ticks for cost in layers[1:])
+        hidden += min(gathered, int(share * sum(cost.forward_ticks for cost in layers)))
+    return hidden
 
 
 def evaluate(costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]) -> Step:

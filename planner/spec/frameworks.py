@@ -112,6 +112,9 @@ class Framework:
     """The data-parallel reduction runs beside the last micro-batch's backward."""
     overlaps_gathers: bool = False
     """ZeRO 1 and 2: updated parameters are gathered beside the next forward."""
+    whole_tensors: int = 0
+    """ZeRO 1 and 2 share out whole parameters, so many per layer, and each of their owners in turn sends its own to all
+    others; 0: parameters are cut into equal shards, which one collective gathers."""
     keeps_gathered: bool = False
     """ZeRO 3: gathered parameters stay until the backward (reshard_after_forward=False)."""
     stops_recompute: bool = False
@@ -277,7 +280,12 @@ _ALL = (
         overlaps_reduction=True,
     ),
     Framework(
-        "internevo", "InternLM/InternEvo: hybrid ZeRO, overlapped", overlaps_reduction=True, overlaps_gathers=True
+        "internevo",
+        "InternLM/InternEvo: internlm/solver/optimizer/hybrid_zero_optim.py, _partition_param_list, broadcast_params; "
+        "configs/7B_sft.py: overlap_sync_grad, not overlap_sync_param; a block of internlm/model/modeling_internlm.py "
+        "has two projections and their biases, three matrices and two norms",
+        overlaps_reduction=True,
+        whole_tensors=9,
     ),
     Framework(
         "galvatron",
