@@ -158,11 +158,7 @@ def build_rank(
     partial = _shard(plan, {mine[index]: stage for index, stage in stages.items()}, source, mesh)
     module = merge(list(stages.values()))
     job = plan.request.job
-    layers_held = [
-        layer
-        for index, held in mine.items()
-        for layer in layers_of(cut, index, stages[index], range(held.start, held.stop), held.recompute)
-    ]
+    layers_held = _layers_held(cut, mine, stages)
     shards = _zero_shards(plan, cut, mesh, stages.values(), layers_held, partial)
     optimizer = Optimizer(
         module,
@@ -176,11 +172,7 @@ def build_rank(
     offload = _activation_offload(plan, module, stages.values(), device)
     scaler = scaler_for(job.precision)
     streams = RandomStreams(seed, device)
-    for index, layers in mine.items():
-        for layer in range(layers.start, layers.stop):
-            # Blocks of a sequence-parallel rank see its own tokens: they drop by random numbers of its own.
-            is_shared = plan.layout.sequence_parallel and 0 < layer < len(cut.layers) - 1
-            streams.attach(cut.parts(stages[index], layer), rank=mesh.tensor if is_shared else 0)
+    _attach_streams(streams, plan, cut, mine, stages, mesh)
     recorder = Recorder(device)
     runtime = PipelineRuntime(
         [
@@ -254,6 +246,33 @@ def _shard(
             share_sequence(stage, source, range(layers.start, layers.stop), sequence, mesh.tensor_mesh)
         share_experts(stage, source, mesh)
     return tuple(partial)
+
+
+def _layers_held(
+    cut: LayerCut, mine: Mapping[int, StageRange], stages: Mapping[int, nn.Module]
+) -> list[LayerParameters]:
+    """Parameters of the layers of this rank's stages."""
+    return [
+        layer
+        for index, held in mine.items()
+        for layer in layers_of(cut, index, stages[index], range(held.start, held.stop), held.recompute)
+    ]
+
+
+def _attach_streams(
+    streams: RandomStreams,
+    plan: Plan,
+    cut: LayerCut,
+    mine: Mapping[int, StageRange],
+    stages: Mapping[int, nn.Module],
+    mesh: Mesh,
+) -> None:
+    """Give every layer random numbers of its own."""
+    for index, layers in mine.items():
+        for layer in range(layers.start, layers.stop):
+            # Blocks of a sequence-parallel rank see its own tokens: they drop by random numbers of its own.
+            is_shared = plan.layout.sequence_parallel and 0 < layer < len(cut.layers) - 1
+            streams.attach(cut.parts(stages[index], layer), rank=mesh.tensor if is_shared else 0)
 
 
 def _zero_shards(

@@ -73,14 +73,43 @@ T5 = {
     "num_heads": 4,
     "dropout_rate": 0.1,
 }
+# Split as derived; attention, which every rank would drop by random numbers of its own, drops nothing here.
+GPT2_SPLIT = {**GPT2, "attn_pdrop": 0.0}
+T5_SPLIT = {**T5, "d_ff": 32, "dropout_rate": 0.0, "feed_forward_proj": "gated-gelu"}
+BERT = {
+    "model_type": "bert",
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "vocab_size": 256,
+    "max_position_embeddings": 32,
+    "attention_probs_dropout_prob": 0.0,
+}
+VIT = {
+    "model_type": "vit",
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 8,
+    "architectures": ["ViTForImageClassification"],
+}
 GRAPHS = ("unet", "resnet", "diffusion")
 """Callables of `tests.profiler.graphs`."""
+OWN = ("own_transformer", "own_network")
+"""Callables of `tests.profiler.blocks`."""
 CONFIGS = {
     "opt": OPT,
     "mixtral": MIXTRAL,
     "qwen3-moe": QWEN3_MOE,
     "t5": T5,
     "gpt2": GPT2,
+    "gpt2-split": GPT2_SPLIT,
+    "t5-split": T5_SPLIT,
+    "bert": BERT,
+    "vit": VIT,
     "llama": LLAMA,
     "qwen3": QWEN3,
     "tied-llama": {**LLAMA, "tie_word_embeddings": True},
@@ -104,6 +133,8 @@ def source_of(name: str, folder: Path) -> ModelSource:
         return load_model(f"tests.profiler.graphs:{name}")
     if name == "mlp":
         return load_model(f"{__name__}:mlp")
+    if name in OWN:
+        return load_model(f"tests.profiler.blocks:{name}")
     path = folder / f"{name}.json"
     path.write_text(json.dumps(CONFIGS[name]))
     return load_model(str(path))
@@ -132,12 +163,14 @@ def make_plan(
     chunks: int = 1,
     rank_order: RankOrder = "tp-cp-dp-pp",
     shares: Sequence[int] | None = None,
+    **further: bool,
 ) -> Plan:
     """A plan with stages of these sizes on so many pipeline ranks (None: one each).
 
     Args:
         actions: of a schedule that has no name.
         shares: micro-batches of every data-parallel rank, instead of `micro_batches`.
+        further: fields of the layout.
     """
     micro_batches = micro_batches if shares is None else max(shares)
     sizes = sizes or (len(layers),)
@@ -161,6 +194,7 @@ def make_plan(
         expert_parallel_degree=expert,
         rank_order=rank_order,
         micro_batch_shares=shares,
+        **further,
     )
     placement = _placement(pipeline, data, context, tensor, expert, rank_order)
     job = Job(
@@ -177,18 +211,21 @@ def make_plan(
         stages=_stages(layers, sizes, recompute, placement, ordered.stage_ranks),
         placement=placement,
         prediction=_prediction(),
-        search=SearchReport(
-            layouts_considered=1,
-            layouts_pruned=0,
-            layouts_solved=1,
-            seconds=0.0,
-            lower_bound_seconds=1.0,
-            gap=0.0,
-            optimal=True,
-        ),
+        search=_PROVEN,
         actions=ordered.to_text(),
         request=request,
     )
+
+
+_PROVEN = SearchReport(
+    layouts_considered=1,
+    layouts_pruned=0,
+    layouts_solved=1,
+    seconds=0.0,
+    lower_bound_seconds=1.0,
+    gap=0.0,
+    optimal=True,
+)
 
 
 def _placement(
