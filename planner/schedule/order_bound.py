@@ -13,6 +13,9 @@ transfers between ranks:
     (P2)  end(q) >= down(0, r) + idle(r) + all F and I of rank r + up(r, q) + w(low(q))   for q < r: a rank's last I is
           that of its lowest stage, and that gradient still has to go up
     (P3)  end(q) >= the way of one unit down through all stages and up again to low(q), + w(low(q))
+    (P4)  a unit of stage s is held for hold(s) at least, its way as in (P3) from there on; with one stage per rank F(u)
+          waits for W(u - limit): end(q) >= down(0, q) + M / limit(q), rounded up, x hold(q); with several, what is held
+          for how long must fit into the room: end(q) >= down(0, q) + M x sum of size(s) x hold(s) / room(q)
 
 A rank's tail is added to its end. Without a barrier between steps (`Objective.SPAN`), a rank q counts from its own
 first forward on: down(0, q) less. All of this holds because every order can be sorted to run each kind of a stage in
@@ -25,6 +28,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 from planner.schedule.actions import Action, ActionKind, Schedule
 from planner.schedule.durations import Durations
@@ -38,7 +43,7 @@ _WORKS = {kind: place for place, kind in enumerate(WHOLE + SPLIT[1:])}
 """Places of the kinds in `Durations.of_actions`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Lengths:
     """How long every action and transfer of a shape lasts, in any unit of time."""
 
@@ -83,18 +88,38 @@ class Lengths:
 
     def down(self, first: int, last: int) -> float:
         """From the start of a unit's F on one stage until it may start on a later one."""
-        return sum(self.unit(k, ActionKind.FORWARD) + self.forward_transfer(k) for k in range(first, last))
+        return self._downs[last] - self._downs[first]
 
     def up(self, first: int, last: int) -> float:
         """From the gradient of the later stage until that of the earlier one."""
-        return sum(self.backward_transfer(k) + self.unit(k, self.kinds[1]) for k in range(first, last))
+        return self._ups[last] - self._ups[first]
+
+    @cached_property
+    def _downs(self) -> list[float]:
+        """Until a unit's F may start on every stage."""
+        boundaries = range(self.shape.stages - 1)
+        return list(accumulate((self.unit(k, SPLIT[0]) + self.forward_transfer(k) for k in boundaries), initial=0))
+
+    @cached_property
+    def _ups(self) -> list[float]:
+        """From every stage's gradient until the first one's."""
+        boundaries = range(self.shape.stages - 1)
+        return list(
+            accumulate((self.backward_transfer(k) + self.unit(k, self.kinds[1]) for k in boundaries), initial=0)
+        )
+
+    def held(self, stage: int) -> float:
+        """A unit of a stage, from F until it is released, at least."""
+        last = self.shape.stages - 1
+        turn = self.unit(last, SPLIT[0]) + self.unit(last, self.kinds[1])
+        return self.down(stage, last) + turn + self.up(stage, last) + self.released(stage)
 
     def released(self, stage: int) -> float:
         """What is left of a unit when its gradient has been handed on: W, where backwards are split."""
         return self.unit(stage, self.kinds[2]) if self.kinds == SPLIT else 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OrderBound:
     """Equations (P1) to (P3).
 
@@ -117,19 +142,35 @@ class OrderBound:
 
     def _end(self, rank: int) -> float:
         """The latest of all equations for a rank's last action."""
-        lengths, low = self.lengths, self._low(rank)
-        shape = lengths.shape
-        last, released = shape.stages - 1, lengths.released(low)
-        way = lengths.down(low, last) + lengths.unit(last, SPLIT[0]) + lengths.unit(last, lengths.kinds[1])
-        ends = [self._idle(rank) + lengths.work(rank, lengths.kinds), way + lengths.up(low, last) + released]
-        for below in range(rank + 1, shape.ranks):
-            there = self._low(below)
-            busy = self._idle(below) + lengths.work(below, lengths.kinds[:2])
-            ends.append(lengths.down(low, there) + busy + lengths.up(low, there) + released)
+        lengths, lows = self.lengths, self._lows
+        low = lows[rank]
+        ends = [self._idle(rank) + lengths.work(rank, lengths.kinds), lengths.held(low), self._turned_over(rank)]
+        for other in range(rank + 1, lengths.shape.ranks):
+            way = lengths.down(low, lows[other]) + lengths.up(low, lows[other]) + lengths.released(low)
+            ends.append(self._until_gradients[other] + way)
         return max(ends) + (lengths.down(0, low) if self.has_barrier else 0)
 
-    def _low(self, rank: int) -> int:
-        return self.lengths.shape.stages_of(rank)[0]
+    @cached_property
+    def _lows(self) -> list[int]:
+        """Lowest stage of every rank."""
+        shape = self.lengths.shape
+        return [shape.stages_of(rank)[0] for rank in range(shape.ranks)]
+
+    @cached_property
+    def _until_gradients(self) -> list[float]:
+        """Per rank: from its first F until its last gradient."""
+        kinds = self.lengths.kinds[:2]
+        return [self._idle(rank) + self.lengths.work(rank, kinds) for rank in range(self.lengths.shape.ranks)]
+
+    def _turned_over(self, rank: int) -> float:
+        """Equation (P4), from the rank's first F on."""
+        lengths, shape = self.lengths, self.lengths.shape
+        if is_plain(shape):
+            return -(-shape.micro_batches // max(1, self.room.most_units(shape, rank))) * lengths.held(rank)
+        if shape.sequence_chunks > 1:
+            return 0
+        held = sum(self.room.sizes[stage] * lengths.held(stage) for stage in shape.stages_of(rank))
+        return shape.micro_batches * held // max(1, self.room.capacities[rank])
 
     def _idle(self, rank: int) -> float:
         lengths = self.lengths

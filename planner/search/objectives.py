@@ -57,6 +57,11 @@ class Contender:
         return self.state.heap[0].bound_ticks * self.rate
 
     @property
+    def bound(self) -> float:
+        """Least price of a step of all that may beat the limit, proven or not."""
+        return math.inf if self.state.is_proven else self.state.least_ticks * self.rate
+
+    @property
     def price(self) -> float:
         """Of a step of its best plan."""
         return self.state.best.ticks * self.rate if self.state.best else math.inf
@@ -116,7 +121,7 @@ class _Field:
     def settled_below(self, winner: Contender) -> bool:
         """Is nothing open on as many devices as the winner's, or fewer? More are forgotten."""
         self.all = [one for one in self.all if one.part.devices <= winner.part.devices]
-        return not any(one.state.is_open for one in self.all)
+        return all(one.state.is_proven for one in self.all)
 
     def take_up(self, one: Contender) -> bool:
         """Take up what has the least bound; False when the time is over."""
@@ -181,7 +186,7 @@ def _raced(field: _Field, parts: Sequence[Part]) -> Contest:
         _hold_below(entered)
     winner = _first(field, entered)
     is_whole = len(entered) == len(parts)
-    bound = min((one.state.heap[0].bound_ticks for one in entered if one.state.is_open), default=NO_LIMIT)
+    bound = min((one.state.least_ticks for one in entered if not one.state.is_proven), default=NO_LIMIT)
     return _ended(field, winner, bound if is_whole else 0, entered[0])
 
 
@@ -226,7 +231,7 @@ def _bound_on(winner: Contender | None, field: Sequence[Contender]) -> int:
     """Ticks on the winner's devices that cost as little as the least bound of all parts."""
     if winner is None:
         return 0
-    least = min((one.least_price for one in field if one.state.is_open), default=math.inf)
+    least = min((one.bound for one in field), default=math.inf)
     return int(min(least / winner.rate, _ticks_of(winner)))
 
 
@@ -303,7 +308,7 @@ def _first(field: _Field, same: Sequence[Contender]) -> Contender | None:
             winner = one
             for each in same:
                 each.state.ceiling = one.state.best.ticks
-        field.tell(winner, min((each.state.heap[0].bound_ticks for each in same if each.state.heap), default=0))
+        field.tell(winner, min((each.state.least_ticks for each in same if each.state.heap), default=0))
     return winner
 
 
@@ -319,7 +324,7 @@ def _report(field: _Field, winner: Contender | None, bound_ticks: int) -> Search
     """Counts of all parts together, and the bound on the winner's devices."""
     states = [one.state for one in field.all]
     considered, solved = sum(state.considered for state in states), sum(state.solved for state in states)
-    still_open = sum(one.count for state in states for one in state.heap if one.bound_ticks < state.limit_ticks)
+    still_open = sum(one.count for state in states for one in state.left)
     ticks = _ticks_of(winner) if winner else 0
     gap = (ticks - min(bound_ticks, ticks)) / ticks if ticks else 0.0
     return SearchReport(

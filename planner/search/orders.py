@@ -2,7 +2,8 @@
 
 (D7)  orders: schedules whose partition and recomputation are searched (`BOUNDED`), and those that take the stage map
       of `planner.search.dealt` and recompute all layers alike: with several stages per rank, up to
-      `MOST_VIRTUAL_STAGES`, or with a split backward                                                  -> orders()
+      `MOST_VIRTUAL_STAGES`, or with a split backward; where the job names it, also an order that is made for these
+      stages (`planner.search.synthesized`)                                                            -> orders()
 
 Schedules whose actions overlap in pairs are left out: the executor runs the two one after the other, so the time that
 a simulation promises would not be met.
@@ -17,6 +18,9 @@ from planner.cost import Workload
 from planner.errors import LayoutError, UnknownNameError, UnsupportedError
 from planner.schedule import Requirement, build, canonical_name, find, names, requirements
 from planner.schedule.entry import Shape
+from planner.schedule.order_bound import SPLIT
+from planner.schedule.synthesize import MOST_ACTIONS
+from planner.schedule.synthesized import NAME as SYNTHESIZED
 from planner.search.bounds import BOUNDED
 from planner.search.chunks import CHUNKED, Rows
 from planner.search.standing import Standing
@@ -42,6 +46,8 @@ def _dealt_schedules() -> tuple[str, ...]:
 DEALT = _dealt_schedules()
 SEARCHED = (*BOUNDED, *DEALT, *CHUNKED)
 """Schedules that the search chooses from."""
+ON_REQUEST = (*SEARCHED, SYNTHESIZED)
+"""Those that a job may name. The best order of a long step cannot be proven, and would leave every search open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +74,15 @@ def schedules_of(constraint: Constraint | None) -> tuple[str, ...]:
         raise UnknownNameError(
             f"{constraint_text(constraint)} is no schedule.",
             field="job.constraints.schedule",
-            mend=f"use one of {', '.join(SEARCHED)}.",
+            mend=f"use one of {', '.join(ON_REQUEST)}.",
         )
     wanted = tuple(dict.fromkeys(canonical_name(str(value)) for value in values))
-    unable = [name for name in wanted if name not in SEARCHED]
+    unable = [name for name in wanted if name not in ON_REQUEST]
     if unable:
         raise UnsupportedError(
             f"the search does not choose the schedule {unable[0]!r}.",
             field="job.constraints.schedule",
-            mend=f"use one of {', '.join(SEARCHED)}; `planner predict` prices a layout with any other.",
+            mend=f"use one of {', '.join(ON_REQUEST)}; `planner predict` prices a layout with any other.",
         )
     return wanted
 
@@ -141,14 +147,16 @@ def orders(
             for count in virtual
             if pipeline * count <= layers and _takes(name, Shape(pipeline, micro_batches, count, chunks))
             for mode in modes
-            if mode == "none" or not splits_backward(name)
+            if mode == "none" or name == SYNTHESIZED or not splits_backward(name)
         ]
     return tuple(found) if pipeline <= layers else ()
 
 
 @lru_cache
 def splits_backward(name: str) -> bool:
-    """Does a schedule split its backwards? The executor recomputes under full backwards only."""
+    """Does a schedule split its backwards, or may it? The executor recomputes under full backwards only."""
+    if name == SYNTHESIZED:
+        return True
     small = build(name, ranks=2, micro_batches=4, virtual_stages=find(name).least_virtual_stages)
     return Requirement.SPLIT_BACKWARD in requirements(small)
 
@@ -157,6 +165,8 @@ def _takes(name: str, shape: Shape) -> bool:
     entry = find(name)
     if not entry.takes_virtual_stages(shape.virtual_stages):
         return False
+    if name == SYNTHESIZED:
+        return len(SPLIT) * shape.units <= MOST_ACTIONS
     try:
         entry.check(shape)
     except LayoutError:

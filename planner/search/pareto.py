@@ -123,7 +123,7 @@ def _fastest(
         while state.is_open and state.seconds_left() > 0:
             advance(state)
         best, ceiling = state.best or best, state.limit_ticks
-        if state.is_open:
+        if not state.is_proven:
             return best, False
     return best, True
 

@@ -132,7 +132,7 @@ def _row(change: _Change, state: State, gain: float | None) -> Relaxation:
         layout=with_recompute(state.best),
         step_seconds=state.best.ticks * TICK_SECONDS,
         gain=gain,
-        optimal=gain is not None and not state.is_open,
+        optimal=gain is not None and state.is_proven,
     )
 
 

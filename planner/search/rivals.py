@@ -18,10 +18,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from planner.cost import schedule_of
-from planner.search.inside import first_plan
+from planner.search.inside import NO_LIMIT, first_plan
 from planner.search.result import Callbacks, Candidate
 from planner.search.solve import Alike, Dealt, Group, Open, Searched, State, dealt_candidate, take_up
 from planner.search.space import Family
+from planner.search.synthesized import Unordered, synthesized
 from planner.spec.layout import Layout
 
 _TAKEN_UP = 1000
@@ -32,6 +33,8 @@ _MOST_PLANS = 5
 """Plans looked at, for each alternative wanted."""
 _ROUNDS = 1
 """Of the search inside a layout."""
+_SYNTHESIS_WORK = 0.05
+"""Of CP-SAT on the order of one layout."""
 
 
 def rivals(state: State, top: int) -> tuple[Candidate, ...]:
@@ -93,7 +96,7 @@ def _push_all(heap: list[Open], parts: Iterable[Open]) -> None:
 
 def _is_ready(one: Open) -> bool:
     """A single layout that needs no further bound."""
-    return isinstance(one.item, Dealt) or (isinstance(one.item, Searched) and one.item.is_tight)
+    return isinstance(one.item, Dealt) or (isinstance(one.item, Searched | Unordered) and one.item.is_tight)
 
 
 def _candidate(one: Open) -> Candidate | None:
@@ -101,6 +104,8 @@ def _candidate(one: Open) -> Candidate | None:
     match one.item:
         case Dealt() as dealt:
             return dealt_candidate(dealt)
+        case Unordered() as unordered:
+            return synthesized(unordered, limit_ticks=NO_LIMIT, work=_SYNTHESIS_WORK).candidate
         case Searched(costs=costs, modes=modes):
             found = first_plan(costs, modes, one.bound_ticks, rounds=_ROUNDS)
             return Candidate(costs, schedule_of(costs), *found) if found else None
@@ -108,7 +113,7 @@ def _candidate(one: Open) -> Candidate | None:
 
 
 def _is_the_plan(one: Open, best: Candidate) -> bool:
-    return isinstance(one.item, Searched | Dealt) and one.item.costs.layout == best.costs.layout
+    return isinstance(one.item, Searched | Dealt | Unordered) and one.item.costs.layout == best.costs.layout
 
 
 def _degrees(one: Open) -> tuple[int, ...]:
@@ -117,7 +122,7 @@ def _degrees(one: Open) -> tuple[int, ...]:
             return family.degrees
         case Group() | Alike() as several:
             return several.family.degrees
-        case Searched(costs=costs) | Dealt(costs=costs):
+        case Searched(costs=costs) | Dealt(costs=costs) | Unordered(costs=costs):
             return degrees_of(costs.layout)
 
 

@@ -37,11 +37,12 @@ from planner.search.bounds import Totals, any_order_bound, lower_bound, may_fit,
 from planner.search.dealt import Uniform, deal, layout_schedule, layout_traits, ranks_of
 from planner.search.inside import NO_LIMIT, Inside, LayoutSearch, Outcome, first_plan, limits_of
 from planner.search.offloading import NOTHING
-from planner.search.orders import Order, recompute_wish
+from planner.search.orders import SYNTHESIZED, Order, recompute_wish
 from planner.search.result import Callbacks, Candidate, Progress
 from planner.search.segments import LayerModes, allowed_modes, choices, uniform_modes
 from planner.search.sharding import worth_opening
 from planner.search.space import Family, Space, Zero
+from planner.search.synthesized import SEARCH_WORK, Unordered, first_bound, least_ticks, synthesized
 from planner.spec.layout import Layout, RankOrder, RecomputeWord, ZeroStage
 from planner.spec.plan import Options, SearchReport
 
@@ -113,7 +114,7 @@ class Open:
     bound_ticks: int
     order: tuple[int, ...]
     """Place in the enumeration of the space."""
-    item: Family | Group | Alike | Searched | Dealt = field(compare=False)
+    item: Family | Group | Alike | Searched | Dealt | Unordered = field(compare=False)
 
     @property
     def count(self) -> int:
@@ -147,6 +148,10 @@ class State:
     nearest: set[tuple[int, ...]] = field(default_factory=set)
     """Places of those groups of layouts whose bound is clearly the least of their family and ZeRO stage, else of those
     that need least memory."""
+    unproven: list[Open] = field(default_factory=list)
+    """Layouts whose best order may be better than the one that was found."""
+    synthesis_work: float = SEARCH_WORK
+    """Left for CP-SAT on orders: equation (Y4)."""
 
     @property
     def wish(self) -> tuple[str, ...]:
@@ -162,6 +167,22 @@ class State:
     def is_open(self) -> bool:
         """Something open may beat the limit."""
         return bool(self.heap) and self.heap[0].bound_ticks < self.limit_ticks
+
+    @property
+    def is_proven(self) -> bool:
+        """Nothing may beat the limit, open or not."""
+        return self.least_ticks >= self.limit_ticks
+
+    @property
+    def left(self) -> list[Open]:
+        """What may beat the limit."""
+        return [one for one in (*self.heap, *self.unproven) if one.bound_ticks < self.limit_ticks]
+
+    @property
+    def least_ticks(self) -> int:
+        """Least bound of what is left; without any, the limit."""
+        unproven = min((one.bound_ticks for one in self.unproven), default=self.limit_ticks)
+        return min(self.heap[0].bound_ticks if self.heap else self.limit_ticks, unproven, self.limit_ticks)
 
     def settle(self) -> None:
         """What is no better than the limit is closed."""
@@ -193,11 +214,9 @@ class State:
 
     def report(self) -> SearchReport:
         """Equation (F4)."""
-        left = self.heap[0].bound_ticks if self.heap else self.limit_ticks
-        incumbent = self.best.ticks if self.best else None
-        bound = min(left, self.limit_ticks)
+        incumbent, bound = self.best.ticks if self.best else None, self.least_ticks
         gap = (incumbent - bound) / incumbent if incumbent else 0.0
-        still_open = sum(one.count for one in self.heap if one.bound_ticks < self.limit_ticks)
+        still_open = sum(one.count for one in self.left)
         return SearchReport(
             layouts_considered=self.considered,
             layouts_pruned=self.considered - self.solved - still_open,
@@ -205,7 +224,7 @@ class State:
             seconds=round(time.monotonic() - self.started, 3),
             lower_bound_seconds=bound * TICK_SECONDS if bound < NO_LIMIT else 0.0,
             gap=gap,
-            optimal=gap <= _OPTIMAL_GAP and (incumbent is not None or not self.heap),
+            optimal=gap <= _OPTIMAL_GAP and (incumbent is not None or not (self.heap or self.unproven)),
         )
 
     def tell(self) -> None:
@@ -311,6 +330,8 @@ def take_up(state: State, one: Open) -> Iterator[Open]:
             yield from _searched(state, one, layout)
         case Dealt() as layout:
             _dealt(state, one, layout)
+        case Unordered() as layout:
+            yield from _unordered(state, one, layout)
 
 
 def _groups(state: State, one: Open, family: Family) -> Iterator[Open]:
@@ -355,6 +376,12 @@ def _alike(one: Open, alike: Alike) -> Iterator[Open]:
     """Every order that may fit, dealt."""
     for place, order in enumerate(alike.orders):
         costs, layers = alike.group.costs_of(order), alike.layers
+        if order.schedule == SYNTHESIZED:
+            unordered = Unordered(costs, layers)
+            least = first_bound(unordered)
+            if least is not None:
+                yield Open(max(one.bound_ticks, least), (*one.order, place), unordered)
+            continue
         ranks, traits = ranks_of(costs), layout_traits(costs)
         sizes = deal(layers.work, ranks)
         if layers.may_hold(sizes, traits):
@@ -395,6 +422,27 @@ def _dealt(state: State, one: Open, layout: Dealt) -> None:
     if found is not None:
         state.bounds[one.order] = replace(one, bound_ticks=found.ticks)
         state.take(found)
+
+
+def _unordered(state: State, one: Open, layout: Unordered) -> Iterator[Open]:
+    """Bound all orders of a layout, or find the best."""
+    if not layout.is_tight:
+        least = least_ticks(layout)
+        if least is not None:
+            yield Open(max(one.bound_ticks, least), one.order, replace(layout, is_tight=True))
+        return
+    found = synthesized(layout, limit_ticks=state.limit_ticks, work=state.synthesis_work, seconds=state.seconds_left())
+    state.synthesis_work -= found.work
+    if found.candidate is None:
+        state.solved += 1
+        return
+    state.take(found.candidate)
+    rest = replace(one, bound_ticks=max(one.bound_ticks, found.bound_ticks))
+    state.bounds[one.order] = rest
+    if rest.bound_ticks < state.limit_ticks:
+        state.unproven.append(rest)
+    else:
+        state.solved += 1
 
 
 def dealt_candidate(layout: Dealt) -> Candidate | None:
