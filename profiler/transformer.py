@@ -276,7 +276,7 @@ class TransformerCounter:
             if self.framework.keeps_gathered_inputs:
                 tally.saved_bytes += whole - self._hidden_bytes()
                 tally.plain_saved_bytes += whole - self._hidden_bytes()
-            else:
+            elif not self.framework.hides_regather:
                 tally.exchange("backward", "all_gather", whole)
         else:
             tally.exchange("backward", "all_reduce", whole)

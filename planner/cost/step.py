@@ -9,7 +9,8 @@
                     stages of the rank                                                         -> tail_ticks()
     (S5)  a framework that overlaps them hides gradient reduction behind `overlap_fraction` of the last micro-batch's
           backward, and ZeRO's gathers of updated parameters behind that of the first forward -> tail_ticks()
-    (S4)  step = max over p of end(p) + tail(p)                                                 -> evaluate()
+    (S4)  step = max over p of end(p) + tail(p); where no stage waits for the others before its next step
+          (`staggers_steps`), counted from its own first action                                 -> evaluate()
     (S6)  where ranks differ: of all columns of alike data ranks the one that ends last; each plays the schedule of its
           own number of micro-batches. Memory of a pipeline rank: of the column with least room left
                                                                                 -> last_column(), rank_memory()
@@ -181,9 +182,17 @@ def per_column(
 def _play(costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]) -> Played:
     simulation = simulate(schedule, durations(costs, stages))
     tails = tuple(sum(parts) for parts in tail_ticks(costs, by_rank(schedule, stages)))
-    totals = [int(end) + tail for end, tail in zip(simulation.end_seconds, tails, strict=True)]
+    totals = [lasted + tail for lasted, tail in zip(_lasted(costs, simulation), tails, strict=True)]
     total = max(totals)
     return Played(costs, schedule, stages, Step(total, totals.index(total), simulation, tails))
+
+
+def _lasted(costs: LayoutCosts, simulation: Simulation) -> list[int]:
+    """Ticks from where every pipeline rank's step begins to its last action's end: equation (S4)."""
+    ends = map(int, simulation.end_seconds)
+    if not costs.work.framework.staggers_steps:
+        return list(ends)
+    return [end - int(begin) for begin, end in zip(simulation.begin_seconds, ends, strict=True)]
 
 
 def rank_memory(costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]) -> tuple[RankMemory, ...]:
@@ -237,7 +246,7 @@ def _breakdown(costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLay
     reduction, optimizer = tail_ticks(costs, by_rank(schedule, stages))[rank]
     free = simulate(schedule, durations(costs, stages, transfers=False))
     busy = count * sum(cost.forward_ticks + cost.backward_ticks for cost in layers)
-    free_end, end = int(free.end_seconds[rank]), int(step.simulation.end_seconds[rank])
+    free_end, end = _lasted(costs, free)[rank], _lasted(costs, step.simulation)[rank]
     return Breakdown(
         compute_seconds=TICK_SECONDS
         * count

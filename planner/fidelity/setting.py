@@ -7,6 +7,7 @@ no reshard              gathered parameters stay until the backward
 offload, Paged          optimizer states on the host (ZeRO-Offload; bitsandbytes' paged optimizers), not where the
                         notes say ``Opt Offl=N``
 opt-in-bwd              the optimizer steps in the backward
+ZB                      steps follow each other without a barrier (Qi et al. 2024, section 4)
 PA_CPU=N                checkpoints of Megatron with ZeRO 3 stay on the device
 Megatron-DeepSpeed      before DeepSpeed took gradients over in hooks (2023): copies of gradients in half precision.
                         A run without flash attention is taken to be of that time
@@ -72,6 +73,7 @@ def _of_words(framework: Framework, row: Mapping[str, str]) -> dict[str, Any]:
         "fuses_norm": is_compiled or "RMS kernel" in row["attention"],
         "fuses_elementwise": is_compiled,
         "steps_in_backward": "opt-in-bwd" in system,
+        "staggers_steps": row["schedule"].lower().startswith("zb"),
         "offloads_states": offloads or "Paged" in system,
         "keeps_gathered": "no reshard" in sharding,
     }

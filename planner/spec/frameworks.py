@@ -67,6 +67,9 @@ class Framework:
     """Queries and keys are rotated out of one packed tensor, which stays whole since the values are a view of it."""
     keeps_gathered_inputs: bool = False
     """Sequence parallelism: a product keeps its whole gathered input, and does not gather it anew in the backward."""
+    hides_regather: bool = False
+    """Sequence parallelism: where a product gathers its input anew in the backward, that runs beside the product that the
+    input's gradient is (Korthikanti et al. 2022, section 4.2.2)."""
     fp32_gradients: bool = False
     """Gradients of bf16 parameters are accumulated and reduced in fp32 (fp16 ones stay, for their loss is scaled)."""
     selective: Selective = "operators"
@@ -110,6 +113,9 @@ class Framework:
     """Embeddings are padded to a multiple of this x the tensor-parallel degree; 0: cut to what that degree divides."""
     overlaps_reduction: bool = False
     """The data-parallel reduction runs beside the last micro-batch's backward."""
+    staggers_steps: bool = False
+    """No stage waits at the step's end for the others, since what the optimizer needs of them is checked afterwards (Qi
+    et al. 2024, "Zero Bubble Pipeline Parallelism", section 4): consecutive steps tile like parallelograms."""
     overlaps_gathers: bool = False
     """ZeRO 1 and 2: updated parameters are gathered beside the next forward."""
     whole_tensors: int = 0
@@ -133,6 +139,7 @@ _ALL = (
         fuses_elementwise=True,
         dropout="learned positions",
         selective="attention",
+        hides_regather=True,
         fp32_gradients=True,
         frees_outputs=True,
         loss_bytes=2,
@@ -156,6 +163,7 @@ _ALL = (
         fuses_elementwise=True,
         dropout="learned positions",
         selective="attention",
+        hides_regather=True,
         loss_bytes=2,
         copies_attention=True,
         frees_outputs=True,
@@ -292,6 +300,7 @@ _ALL = (
         "PKU-DAIR/Hetu-Galvatron on Megatron-Core",
         fuses_elementwise=True,
         selective="attention",
+        hides_regather=True,
         loss_bytes=2,
     ),
     Framework(
