@@ -238,8 +238,9 @@ def check_request(
         DocumentError: names the field, the value and what the model takes.
     """
     takes_tokens = source.input_kind == "tokens"
+    tensors = source.tensor_parallel_degrees() if set(degrees) != {1} else (1,)
     known = source.expert_parallel_degrees() if set(experts) != {1} else (1,)
-    limits = Limits(source.name, takes_tokens, source.longest_sequence, source.tensor_parallel_degrees(), known)
+    limits = Limits(source.name, takes_tokens, source.longest_sequence, tensors, known)
     limits.check(sequence_length, micro_batch_sizes, degrees, experts)
 
 

@@ -12,14 +12,16 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from planner.errors import UnsupportedError
+from profiler.local_tensor import local as local
+from profiler.local_tensor import with_local as with_local
 from profiler.models import ModelSource
-from profiler.tensor_parallel import REPLICATED_STYLES, parallel_styles, plan, split_modules
+from profiler.split_group import split_derived
+from profiler.tensor_parallel import REPLICATED_STYLES, is_derived, parallel_styles, plan, split_modules
 
 
 @contextmanager
@@ -51,26 +53,8 @@ def fake_ranks(ranks: int) -> Iterator[None]:
 def split(stage: nn.Module, source: ModelSource, degree: int, device: torch.device) -> None:
     """Leave one rank's shard of a stage of this model, in place; to be called within `fake_ranks`."""
     mesh = DeviceMesh(device.type, torch.arange(degree))
-    styles = parallel_styles()
-    for name, style in split_modules(stage, plan(source)).items():
-        if style not in REPLICATED_STYLES:
+    styles, chosen = parallel_styles(), split_modules(stage, plan(source))
+    split_derived(stage, chosen, mesh)
+    for name, style in chosen.items():
+        if style not in REPLICATED_STYLES and not is_derived(style):
             parallelize_module(stage.get_submodule(name), mesh, styles[style], src_data_rank=None)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; a plain tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def with_local(parameter: Tensor, values: Tensor) -> Tensor:
-    """The values as this rank's part of a tensor that is spread as the parameter is."""
-    if not isinstance(parameter, DTensor):
-        return values
-    return DTensor.from_local(
-        values,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from planner.errors import MismatchError
 from planner.spec.profile import SkipEdge
 from profiler.cut import Borders, LayerCut, RealModel, cut_model
+
+if TYPE_CHECKING:
+    from profiler.derive_split import DerivedSplit
 
 InputKind = Literal["tokens", "images", "features", "indices"]
 """Token ids, images, other numbers, or whole numbers other than token ids (classes, time steps)."""
@@ -148,6 +151,13 @@ class ModelSource:
         from profiler.tensor_parallel import degrees
 
         return degrees(self)
+
+    @cached_property
+    def derived_split(self) -> DerivedSplit:
+        """How to split the model over tensor-parallel ranks, where nobody has told (`profiler.derive_split`)."""
+        from profiler.derive_split import derive
+
+        return derive(self)
 
     def expert_parallel_degrees(self) -> tuple[int, ...]:
         """Degrees that the model's experts can be shared out by; (1,) where it has none."""

@@ -90,6 +90,8 @@ def refusal(source: ModelSource) -> str:
     styles = tensor_parallel.plan(source)
     if not styles:
         return "nobody told how to split it over tensor-parallel ranks"
+    if any(map(tensor_parallel.is_derived, styles.values())):
+        return "its tensor-parallel split is derived"
     chain = source.cut().chain
     if not isinstance(chain, TransformerChain):
         return "it is no chain of blocks that hand on one hidden tensor"

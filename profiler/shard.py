@@ -9,7 +9,9 @@ tensor-parallel regions (`profiler.sequence_parallel`). No process group is need
 from __future__ import annotations
 
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -18,11 +20,14 @@ from torch import Tensor, nn
 from planner.errors import UnsupportedError
 from planner.spec.profile import CollectiveName
 from profiler import collectives, tensor_parallel
+from profiler.derive_split import hold_on_meta
 from profiler.expert_parallel import Alone, Routes, experts_of, share_out
 from profiler.quantities import Exchange, GroupName
 from profiler.sequence_parallel import DIMENSION, SequencePlan, enter_regions, split_borders
+from profiler.split_products import split_columns, split_rows
+from profiler.split_tensor import join_parts, take_part
 from profiler.splits import Split
-from profiler.tensor_parallel import COLUMN_STYLES, REPLICATED_STYLES, ROW_STYLES
+from profiler.tensor_parallel import COLUMN_STYLES, REPLICATED_STYLES, ROW_STYLES, is_derived, sections_of
 from profiler.transformer_cut import TransformerChain
 
 if TYPE_CHECKING:
@@ -127,7 +132,9 @@ def shard(
         return exchanges
     for name, style in styles.items():
         module = stage.get_submodule(name)
-        if style in REPLICATED_STYLES:
+        if is_derived(style):
+            _split_derived(module, sections_of(style), _DerivedRanks(degree, exchanges))
+        elif style in REPLICATED_STYLES:
             _share_gradients(module, exchanges)
         elif not isinstance(module, nn.Linear):
             raise UnsupportedError(
@@ -144,6 +151,49 @@ def shard(
             if name not in in_regions:
                 _add_row_exchange(module, exchanges)
     return exchanges
+
+
+@dataclass(frozen=True, slots=True)
+class _DerivedRanks:
+    """Ranks that split tensors as derived; see `profiler.split_tensor.Ranks`."""
+
+    ranks: int
+    exchanges: Exchanges
+    rank: int = 0
+
+    def enter(self, whole: Tensor) -> Tensor:
+        """See `profiler.split_tensor.Ranks`."""
+        self.exchanges.add_column_input(whole)
+        return whole
+
+    def leave(self, partial: Tensor) -> Tensor:
+        """See `profiler.split_tensor.Ranks`."""
+        self.exchanges.add("forward", "all_reduce", partial)
+        return partial
+
+    def take(self, whole: Tensor, dimension: int, sections: int) -> Tensor:
+        """See `profiler.split_tensor.Ranks`."""
+        if not whole.requires_grad:
+            return take_part(whole, dimension, sections, self.rank, self.ranks)
+        self.exchanges.add("backward", "all_gather", whole)
+        part: Tensor = _Take.apply(whole, dimension, sections, self.ranks)  # type: ignore[no-untyped-call]
+        return part
+
+    def drawing(self, device: torch.device) -> AbstractContextManager[None]:
+        """See `profiler.split_tensor.Ranks`."""
+        return nullcontext()
+
+    def divide(self, length: int) -> bool:
+        """See `profiler.split_tensor.Ranks`."""
+        return length % self.ranks == 0
+
+
+def _split_derived(module: nn.Module, sections: int, ranks: _DerivedRanks) -> None:
+    hold = partial(hold_on_meta, ranks.ranks)
+    if sections:
+        split_columns(module, sections, ranks, hold)
+    else:
+        split_rows(module, ranks, hold)
 
 
 def _share_context(layer: nn.Module, ranks: int, exchanges: Exchanges, *, parts: int) -> None:
@@ -303,6 +353,23 @@ def _share_gradients(module: nn.Module, exchanges: Exchanges) -> None:
 
 def _empty(parameter: Tensor, shape: tuple[int, ...]) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device=parameter.device))
+
+
+class _Take(torch.autograd.Function):
+    """A rank's part of a whole tensor; the backward gathers the gradients of all parts."""
+
+    @staticmethod
+    def forward(context: Any, whole: Tensor, dimension: int, sections: int, ranks: int) -> Tensor:
+        """(..., n, ...) -> (..., n / ranks, ...)."""
+        context.arguments = dimension, sections, ranks
+        return take_part(whole, dimension, sections, 0, ranks)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> tuple[Tensor, None, None, None]:
+        """(..., n / ranks, ...) -> (..., n, ...)."""
+        dimension, sections, ranks = context.arguments
+        joined: Tensor = torch.ops.planner.all_gather(gradients[0].contiguous(), ranks)
+        return join_parts(list(joined.chunk(ranks, 0)), dimension, sections), None, None, None
 
 
 class _Gather(torch.autograd.Function):

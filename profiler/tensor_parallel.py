@@ -3,7 +3,7 @@
 The plan is transformers' own (`base_model_tp_plan` of the configuration, `_tp_plan` of the model); OPT, for which
 transformers has none, gets the same column and row pattern (Shoeybi et al. 2019, "Megatron-LM", section 3). Of a
 mixture's experts the ranks hold whole ones, an equal number each (`profiler.expert_parallel`), where transformers' plan
-splits every one of them.
+splits every one of them. For all other models the plan is derived from what their layers do (`profiler.derive_split`).
 """
 
 from __future__ import annotations
@@ -36,6 +36,21 @@ REPLICATED_STYLES = frozenset({"replicated_with_grad_allreduce"})
 """Whole on every rank; the gradient, partial, is summed over the group (qwen3's norms of single heads)."""
 KNOWN_STYLES = COLUMN_STYLES | ROW_STYLES | REPLICATED_STYLES
 """A plan with any other style is not used: half a plan would be wrong."""
+DERIVED_ROWS = "derived_rowwise"
+_DERIVED_COLUMNS = "derived_colwise:"
+"""Followed by the number of sections, each of which is split by itself."""
+LARGEST_DERIVED = 16
+"""The largest degree that a derived plan is offered for."""
+
+
+def is_derived(style: str) -> bool:
+    """Does the style stand in a plan that was derived?"""
+    return style == DERIVED_ROWS or style.startswith(_DERIVED_COLUMNS)
+
+
+def sections_of(style: str) -> int:
+    """Of a derived column-wise product's output; 0 for other styles."""
+    return int(style.removeprefix(_DERIVED_COLUMNS)) if style.startswith(_DERIVED_COLUMNS) else 0
 
 
 def parallel_styles() -> dict[str, ParallelStyle]:
@@ -60,14 +75,19 @@ def scattered_rows() -> ParallelStyle:
 
 
 def plan(source: ModelSource) -> dict[str, str]:
-    """Style per pattern of qualified module names (``*`` stands for a block's number); empty when nobody told one.
+    """Style per pattern of qualified module names (``*`` stands for a block's number), or per name where it is derived;
+    empty where the model cannot be split.
 
     Styles: ``colwise`` (weight split along its outputs, output stays split), ``colwise_gather_output`` (the output is
-    gathered), ``rowwise`` (weight split along its inputs, output all-reduced), ``replicated_with_grad_allreduce``.
+    gathered), ``rowwise`` (weight split along its inputs, output all-reduced), ``replicated_with_grad_allreduce``; and
+    those of derived plans (`is_derived`).
     """
-    if source.config is None:
-        return {}
-    return plan_of(source.blueprint)
+    told = plan_of(source.blueprint) if source.config is not None else {}
+    if told or experts_of(source.blueprint):
+        return told
+    derived = source.derived_split
+    columns = {name: f"{_DERIVED_COLUMNS}{sections}" for name, sections in derived.columns.items()}
+    return columns | dict.fromkeys(derived.rows, DERIVED_ROWS)
 
 
 def plan_of(model: Any) -> dict[str, str]:
@@ -103,7 +123,7 @@ def split_modules(model: nn.Module, styles: dict[str, str]) -> dict[str, str]:
     owners = (
         name for name, module in model.named_modules() if next(module.parameters(recurse=False), None) is not None
     )
-    return {name: styles[pattern] for name in owners if (pattern := pattern_of(name)) in styles}
+    return {name: styles[key] for name in owners for key in dict.fromkeys((name, pattern_of(name))) if key in styles}
 
 
 def pattern_of(name: str) -> str:
@@ -133,6 +153,8 @@ def degrees(source: ModelSource) -> tuple[int, ...]:
     styles = plan(source)
     if not styles:
         return (1,)
+    if any(map(is_derived, styles.values())):
+        return _divisors(source.derived_split.divisor, LARGEST_DERIVED)
     config = source.config.get_text_config()
     heads = config.num_attention_heads
     common = gcd(heads, getattr(config, "num_key_value_heads", None) or heads)
@@ -148,4 +170,8 @@ def degrees(source: ModelSource) -> tuple[int, ...]:
         from profiler.sequence_parallel import refusal
 
         common = 1 if refusal(source) else gcd(common, experts)
-    return tuple(degree for degree in range(1, common + 1) if common % degree == 0)
+    return _divisors(common, common)
+
+
+def _divisors(number: int, largest: int) -> tuple[int, ...]:
+    return tuple(degree for degree in range(1, min(number, largest) + 1) if number % degree == 0)

@@ -28,6 +28,8 @@ from profiler.collectives import COLLECTIVES
 from profiler.experts import GROUPED_PRODUCT
 from profiler.quantities import Kernel
 from profiler.recurrent import fused_lstm
+from profiler.split_tensor import SplitTensor
+from profiler.split_tensor_rules import RULES
 
 aten = torch.ops.aten
 
@@ -53,6 +55,8 @@ class FusedAttention(TorchFunctionMode):
     ) -> Any:
         """Replace attention, and LSTM layers (`profiler.recurrent`)."""
         if func is torch.nn.functional.scaled_dot_product_attention:
+            if SplitTensor in types:
+                return RULES[func.__name__](_fused_attention, *args, **(kwargs or {}))
             return _fused_attention(*args, **(kwargs or {}))
         if func is torch.lstm:
             return fused_lstm(*args)

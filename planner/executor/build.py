@@ -347,6 +347,8 @@ def tensor_styles(module: nn.Module, source: ModelSource, degree: int) -> dict[s
     Raises:
         LayoutError: the model does not divide by this degree.
     """
+    if degree == 1:
+        return {}
     allowed = source.tensor_parallel_degrees()
     if degree not in allowed:
         raise LayoutError(
@@ -354,7 +356,7 @@ def tensor_styles(module: nn.Module, source: ModelSource, degree: int) -> dict[s
             field="layout.tensor_parallel_degree",
             mend=f"use one of {', '.join(map(str, allowed))}.",
         )
-    return tensor_parallel.split_modules(module, tensor_parallel.plan(source)) if degree > 1 else {}
+    return tensor_parallel.split_modules(module, tensor_parallel.plan(source))
 
 
 def boundaries(plan: Plan, source: ModelSource, mine: StageRange) -> tuple[Boundaries, Boundaries]:

@@ -17,7 +17,8 @@ from planner.executor.mesh import Mesh
 from profiler.measure_shard import local as local
 from profiler.measure_shard import with_local as with_local
 from profiler.sequence_parallel import SequencePlan
-from profiler.tensor_parallel import parallel_styles, scattered_rows
+from profiler.split_group import split_derived
+from profiler.tensor_parallel import is_derived, parallel_styles, scattered_rows
 
 PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 """Transformers' name of a replicated parameter that sees only this rank's heads, such as Qwen3's q_norm."""
@@ -49,9 +50,11 @@ def shard_tensors(
     left = sequence.left if sequence is not None else ()
     if sequence is not None:
         partial += [each for name in sequence.partial for each in stage.get_submodule(name).parameters(recurse=False)]
+    derived = {name: style for name, style in plan.items() if is_derived(style)}
+    split_derived(stage, derived, mesh.tensor_mesh)
     for name, style in plan.items():
         module = stage.get_submodule(name)
-        if next(module.parameters(recurse=False), None) is None:
+        if name in derived or next(module.parameters(recurse=False), None) is None:
             continue  # stands for a module of another stage
         if style == PARTIAL_GRADIENT:
             partial += module.parameters(recurse=False)
@@ -78,4 +81,4 @@ def tied_modules(stages: Iterable[nn.Module]) -> set[str]:
 
 def is_split(tensor: torch.Tensor) -> bool:
     """Does every rank of a group hold a part of its own?"""
-    return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)
+    return isinstance(tensor, DTensor) and not any(placement.is_replicate() for placement in tensor.placements)

@@ -148,13 +148,13 @@ def test_norms_of_single_heads_sum_their_gradients(write_config):
         ("llama", {"num_key_value_heads": 4, "vocab_size": 98}, (1, 2)),
         ("llama", {"num_key_value_heads": 4, "vocab_size": 98, "tie_word_embeddings": True}, (1, 2, 4)),
         ("opt", {}, (1, 2, 4)),
-        ("gpt2", {}, (1,)),
+        ("gpt2", {}, (1, 2, 4)),
         ("llama", {"num_key_value_heads": 4, "model_type": "mixtral", "num_local_experts": 6}, (1, 2)),
         ("llama", {"num_key_value_heads": 4, "model_type": "mixtral", "num_local_experts": 8}, (1, 2, 4)),
     ],
 )
 def test_degrees_divide_all_that_is_split(family: str, changes: dict, expected: tuple[int, ...], write_config):
-    """Heads, key-value heads, widths, experts and a split vocabulary limit the degree; without a plan it is 1."""
+    """Heads, key-value heads, widths, experts and a split vocabulary limit the degree."""
     assert load_model(write_config(family, **changes)).tensor_parallel_degrees() == expected
 
 

@@ -22,7 +22,7 @@ from planner.executor.materialise import materialise
 from planner.executor.reference import train_reference
 from planner.schedule import Durations, synthesize
 from profiler.models import ModelSource
-from tests.executor.plans import GRAPHS, make_plan, source_of
+from tests.executor.plans import make_plan, source_of
 
 STEPS = 6
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -160,7 +160,7 @@ def run(case: Case) -> dict[str, Any]:
     source = source_of_case(case.model)
     names = [layer.name for layer in source.cut().layers]
     plan = make_plan(names, case.sizes, actions=case.actions(), **case.options)
-    data = "synthetic" if case.model in ("mlp", *GRAPHS) else "stdlib"
+    data = "stdlib" if source.input_kind == "tokens" else "synthetic"
     settings: dict[str, Any] = {"data": data, "seed": 5, "max_gradient_norm": case.clip}
     settings |= {"learning_rate": case.learning_rate, "loss": case.loss}
     start = {name: value.clone() for name, value in initial_parameters(source, settings["seed"]).items()}

@@ -1,4 +1,4 @@
-"""Trains models whose sequences or experts are split under torchrun, and compares them with one process."""
+"""Trains models whose sequences, experts or layers are split under torchrun, and compares them with one process."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from planner.executor import replicas
+from tests.torchrun import derived_cases
 from tests.torchrun.cases import ONE_STEP, SHORT, Case, run
 
 SHARED: dict[str, Any] = {"tensor": 2, "sequence_parallel": True}
@@ -99,7 +100,7 @@ EXPERTS_ON_FOUR_RANKS |= {
 """Experts are spread over the tensor ranks too."""
 TWO_RANKS |= EXPERTS_ON_TWO_RANKS
 FOUR_RANKS |= PIECES_ON_FOUR_RANKS | EXPERTS_ON_FOUR_RANKS
-CASES = {2: TWO_RANKS, 4: FOUR_RANKS}
+CASES = {2: TWO_RANKS | derived_cases.TWO_RANKS, 4: FOUR_RANKS | derived_cases.FOUR_RANKS}
 
 
 def main() -> None:

@@ -1,0 +1,159 @@
+"""Split tensors over a real tensor-parallel group: its exchanges, and parameters as DTensors over it.
+
+Collectives are torch's functional ones, which selective recomputation knows (`profiler.recompute`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from profiler.split_products import Entered, split_columns, split_rows
+from profiler.split_tensor import join_parts, take_part
+from profiler.tensor_parallel import is_derived, sections_of
+
+# Before torch 2.13 it had another name, which warns by now.
+_all_gather: Callable[..., Tensor] = getattr(collectives, "all_gather_single", collectives.all_gather_tensor)
+_wait: Callable[[Tensor], Tensor] = collectives.wait_tensor
+
+
+def _summed(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    return _wait(collectives.all_reduce(tensor.contiguous(), "sum", mesh))
+
+
+class _Enter(torch.autograd.Function):
+    """Nothing on the way there; the gradients are added up on the way back."""
+
+    @staticmethod
+    def forward(context: Any, whole: Tensor, mesh: DeviceMesh) -> Tensor:
+        context.mesh = mesh
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> tuple[Tensor, None]:
+        return _summed(gradients[0], context.mesh), None
+
+
+class _Leave(torch.autograd.Function):
+    """Partial sums are added up on the way there; nothing on the way back."""
+
+    @staticmethod
+    def forward(context: Any, partial: Tensor, mesh: DeviceMesh) -> Tensor:
+        return _summed(partial, mesh)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+class _Take(torch.autograd.Function):
+    """This rank's part on the way there; the gradients of all parts are gathered on the way back."""
+
+    @staticmethod
+    def forward(context: Any, whole: Tensor, dimension: int, sections: int, mesh: DeviceMesh) -> Tensor:
+        context.arguments = dimension, sections, mesh
+        return take_part(whole, dimension, sections, mesh.get_local_rank(), mesh.size())
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> tuple[Tensor, None, None, None]:
+        dimension, sections, mesh = context.arguments
+        joined = _wait(_all_gather(gradients[0].contiguous(), 0, mesh))
+        return join_parts(list(joined.chunk(mesh.size(), 0)), dimension, sections), None, None, None
+
+
+class GroupRanks:
+    """A real group; see `profiler.split_tensor.Ranks`."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self.rank, self.ranks = mesh.get_local_rank(), mesh.size()
+        self._entered = Entered()
+
+    def enter(self, whole: Tensor) -> Tensor:
+        """See `profiler.split_tensor.Ranks`; what several products of a region read enters once."""
+        if not (whole.requires_grad and torch.is_grad_enabled()):
+            return whole
+        made: Tensor = self._entered.once(whole, lambda each: _Enter.apply(each, self._mesh))  # type: ignore[no-untyped-call]
+        return made
+
+    def leave(self, partial: Tensor) -> Tensor:
+        """See `profiler.split_tensor.Ranks`."""
+        self._entered.forget()
+        summed: Tensor = _Leave.apply(partial, self._mesh)  # type: ignore[no-untyped-call]
+        return summed
+
+    def take(self, whole: Tensor, dimension: int, sections: int) -> Tensor:
+        """See `profiler.split_tensor.Ranks`."""
+        if not whole.requires_grad:
+            return take_part(whole, dimension, sections, self.rank, self.ranks)
+        part: Tensor = _Take.apply(whole, dimension, sections, self._mesh)  # type: ignore[no-untyped-call]
+        return part
+
+    @contextmanager
+    def drawing(self, device: torch.device) -> Iterator[None]:
+        """See `profiler.split_tensor.Ranks`. Seeded from the state of the generator, so that recomputation, which
+        restores that state, draws the same numbers again."""
+        if device.type == "meta":
+            yield
+            return
+        generator = (
+            torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+        )
+        before = generator.get_state()
+        digest = hashlib.sha256(before.numpy().tobytes() + bytes(f":{self.rank}", "ascii")).digest()
+        generator.manual_seed(int.from_bytes(digest[:8]))
+        try:
+            yield
+        finally:
+            generator.set_state(before)
+            torch.rand(1, device=device)  # so that what is drawn next differs
+
+    def divide(self, length: int) -> bool:
+        """See `profiler.split_tensor.Ranks`."""
+        return length % self.ranks == 0
+
+
+def placement_of(dimension: int, sections: int) -> Placement:
+    """How a parameter is placed whose dimension consists of sections that are split each by itself."""
+    return Shard(dimension) if sections == 1 else _StridedShard(dimension, split_factor=sections)
+
+
+def _hold(mesh: DeviceMesh, parameter: nn.Parameter, dimension: int, sections: int) -> nn.Parameter:
+    """This rank's part of a parameter, as a DTensor of the whole one's shape."""
+    part = take_part(parameter.detach(), dimension, sections, mesh.get_local_rank(), mesh.size())
+    spread = DTensor.from_local(
+        part.clone(memory_format=torch.contiguous_format),
+        mesh,
+        [placement_of(dimension, sections)],
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return nn.Parameter(spread, parameter.requires_grad)
+
+
+def split_derived(stage: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh) -> None:
+    """Leave a rank's part of the modules that are split as derived (`profiler.derive_split`), in place.
+
+    Args:
+        styles: by qualified name; modules of other styles are left as they are.
+    """
+    ranks = GroupRanks(mesh)
+    for name, style in styles.items():
+        if not is_derived(style):
+            continue
+        module, sections = stage.get_submodule(name), sections_of(style)
+        if sections:
+            split_columns(module, sections, ranks, partial(_hold, mesh))
+        else:
+            split_rows(module, ranks, partial(_hold, mesh))

@@ -1,0 +1,150 @@
+"""Products whose weights tensor-parallel ranks split, column-wise or row-wise (Shoeybi et al. 2019, section 3).
+
+    column-wise   reads a whole tensor and gives one that is split along its features (`SplitTensor`)
+    row-wise      reads one that is split along its features; what it gives, partial sums, is added up over the ranks
+
+Between the two the model's own code runs, on split tensors. These are linear layers, transformers' ``Conv1D`` (a linear
+layer whose weight stands the other way round), and convolutions, whose features are channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from profiler.local_tensor import local
+from profiler.split_tensor import NoRuleError, Ranks, SplitTensor
+
+Hold = Callable[[nn.Parameter, int, int], nn.Parameter]
+"""What a rank holds of a parameter, of which it has the part of a dimension that consists of so many sections."""
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """How a kind of module multiplies."""
+
+    inputs: int
+    """Dimension of the weight that runs over the input's features."""
+    outputs: int
+    features: int
+    """Dimension of the features in input and output, from behind."""
+    run: Callable[[nn.Module, Tensor, Tensor, Tensor | None], Tensor]
+    """(module, input, weight, bias) -> output."""
+
+
+def _run_linear(module: nn.Module, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return functional.linear(input, weight, bias)
+
+
+def _run_conv1d(module: nn.Module, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """As `transformers.pytorch_utils.Conv1D` does."""
+    rows = input.view(-1, input.shape[-1])
+    made = torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
+    return made.view(*input.shape[:-1], weight.shape[1])
+
+
+def _run_convolution(module: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    made: Tensor = module._conv_forward(input, weight, bias)
+    return made
+
+
+_LINEAR = Product(1, 0, -1, _run_linear)
+_PRODUCTS: dict[type[nn.Module], Product] = {
+    nn.Linear: _LINEAR,
+    nn.modules.linear.NonDynamicallyQuantizableLinear: _LINEAR,
+    nn.Conv1d: Product(1, 0, -2, _run_convolution),
+    nn.Conv2d: Product(1, 0, -3, _run_convolution),
+    nn.Conv3d: Product(1, 0, -4, _run_convolution),
+}
+
+
+def product_of(module: nn.Module) -> Product | None:
+    """How the module multiplies; None: it is none of the kinds that are known here, but may be of a class of its own
+    that is derived from one, and do something else."""
+    kind = type(module)
+    if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
+        return Product(0, 1, -1, _run_conv1d)
+    if getattr(module, "groups", 1) != 1:
+        return None
+    return _PRODUCTS.get(kind)
+
+
+def split_columns(module: nn.Module, sections: int, ranks: Ranks, hold: Hold) -> None:
+    """Let a module hold this rank's columns and give a `SplitTensor`, in place.
+
+    Args:
+        sections: that its output consists of, each split by itself (`SplitTensor.sections`).
+    """
+    product = _known(module)
+    parameters: Any = module._parameters
+    module.weight = hold(parameters["weight"], product.outputs, sections)
+    if parameters["bias"] is not None:
+        module.bias = hold(parameters["bias"], 0, sections)
+    module.forward = partial(_columns, module, product, sections, ranks)
+
+
+def _columns(module: nn.Module, product: Product, sections: int, ranks: Ranks, input: Tensor) -> SplitTensor:
+    if isinstance(input, SplitTensor):
+        raise NoRuleError("a column-wise product of a split tensor")
+    made = product.run(module, ranks.enter(input), *_parameters(module))
+    return SplitTensor(made, product.features, ranks, sections)
+
+
+def split_rows(module: nn.Module, ranks: Ranks, hold: Hold) -> None:
+    """Let a module hold this rank's rows, and read a `SplitTensor`, in place. Each rank has the whole bias, which is
+    added to the sum."""
+    product = _known(module)
+    module.weight = hold(module._parameters["weight"], product.inputs, 1)  # type: ignore[arg-type]
+    module.forward = partial(_rows, module, product, ranks)
+
+
+def _rows(module: nn.Module, product: Product, ranks: Ranks, input: Tensor) -> Tensor:
+    if not isinstance(input, SplitTensor) or not reads_split_features(product, input):
+        raise NoRuleError("a row-wise product of a tensor whose features are not split")
+    weight, bias = _parameters(module)
+    summed = ranks.leave(product.run(module, input.local, weight, None))
+    return summed if bias is None else summed + bias.view(-1, *(1,) * (-product.features - 1))
+
+
+def reads_split_features(product: Product, input: SplitTensor) -> bool:
+    """Could the product be a row-wise one of this tensor?"""
+    return input.dimension - input.dim() == product.features and input.sections == 1
+
+
+def _parameters(module: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """This rank's parts, as plain tensors; read from the module anew each time, for ZeRO may have exchanged them."""
+    bias: Tensor | None = module.bias  # type: ignore[assignment]
+    return local(module.weight), None if bias is None else local(bias)  # type: ignore[arg-type]
+
+
+def _known(module: nn.Module) -> Product:
+    product = product_of(module)
+    assert product is not None  # `profiler.derive_split` chooses no others
+    return product
+
+
+@dataclass(slots=True)
+class Entered:
+    """Tensors that have entered a region, so that those which several products read do so once: their gradients are
+    then added up before they travel."""
+
+    _known: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def once(self, whole: Tensor, enter: Callable[[Tensor], Tensor]) -> Tensor:
+        """What `enter` makes of the tensor, or has made."""
+        for seen, entered in self._known:
+            if seen is whole:
+                return entered
+        entered = enter(whole)
+        self._known.append((whole, entered))
+        return entered
+
+    def forget(self) -> None:
+        """At the end of a region: from here on nobody holds them for this."""
+        self._known.clear()
