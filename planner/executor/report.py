@@ -31,6 +31,7 @@ class StepRecord:
     """Of the global batch; the same on all ranks."""
     seconds: float
     spans: tuple[Span, ...]
+    waits: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class RankReport:
     rank: MeasuredRank
     seconds: tuple[float, ...]
     spans: tuple[tuple[Span, ...], ...]
+    waits: tuple[tuple[Span, ...], ...]
 
 
 def rank_of(
@@ -68,7 +70,9 @@ def gather(
 
     A step takes as long as its slowest rank. The timeline is that of the recorded step nearest to the median.
     """
-    report = RankReport(mine, tuple(r.seconds for r in records), tuple(r.spans for r in records))
+    report = RankReport(
+        mine, tuple(r.seconds for r in records), tuple(r.spans for r in records), tuple(r.waits for r in records)
+    )
     reports: list[RankReport] = [report] * dist.get_world_size()
     dist.all_gather_object(reports, report)
     seconds = [max(each) for each in zip(*(report.seconds for report in reports), strict=True)]
@@ -77,6 +81,7 @@ def gather(
     recorded = [step for step in range(warm_up, len(seconds)) if records[step].spans]
     chosen = min(recorded, key=lambda step: abs(seconds[step] - median))
     actions = tuple(_action(report, span) for report in reports for span in report.spans[chosen])
+    waits = tuple(_action(report, span) for report in reports for span in report.waits[chosen])
     exposed = exposed_seconds(plan, actions)
     job, predicted = plan.request.job, plan.prediction
     return MeasuredRun(
@@ -92,6 +97,7 @@ def gather(
         mfu=None if predicted.mfu is None else predicted.mfu * predicted.step_seconds / median,
         ranks=tuple(_with_exposed(report.rank, exposed) for report in reports),
         actions=actions,
+        waits=waits,
     )
 
 

@@ -36,6 +36,7 @@ from planner.executor.scaling import LossScaler
 from planner.executor.shares import Share
 from planner.executor.stages import TimedStage
 from planner.executor.timeline import Recorder
+from planner.spec.measured import SENDS
 from profiler.sequence import Pieces
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -165,7 +166,7 @@ class PipelineRuntime(_PipelineScheduleRuntime):
 
     def _forward(self, stage: TimedStage, micro_batch: int) -> None:
         unit = (stage.stage_index, micro_batch)
-        _wait_batch_p2p(self.fwd_recv_ops.pop(unit, []))
+        self._receive(f"{stage.stage_index}F{micro_batch}", self.fwd_recv_ops.pop(unit, []))
         with nullcontext() if self._offload is None else self._offload.saving(unit):
             with nullcontext() if self._reducer is None else self._reducer.forward():
                 arguments = self._arguments[micro_batch]
@@ -208,7 +209,8 @@ class PipelineRuntime(_PipelineScheduleRuntime):
 
     def _backward(self, stage: TimedStage, micro_batch: int, *, full: bool) -> None:
         unit = (stage.stage_index, micro_batch)
-        _wait_batch_p2p(self.bwd_recv_ops.pop(unit, []))
+        kind = "B" if full else "I"
+        self._receive(f"{stage.stage_index}{kind}{micro_batch}", self.bwd_recv_ops.pop(unit, []))
         # The gradient has come back, so the activation has arrived: this wait never blocks, and frees the tensor.
         _wait_batch_p2p(self._sends.pop(unit, []))
         loss = self._graphs.pop(micro_batch, None) if stage.is_last else None
@@ -233,10 +235,18 @@ class PipelineRuntime(_PipelineScheduleRuntime):
         if self._reducer is not None:
             self._reducer.launch(stage.stage_index)
 
+    def _receive(self, action: str, works: list[dist.Work]) -> None:
+        """Wait for the tensor that an action needs."""
+        if works:
+            with self._recorder.wait(action):
+                _wait_batch_p2p(works)
+
     def _finish(self) -> None:
         """Wait for all that is still on its way."""
-        for unit in list(self._sends):
-            _wait_batch_p2p(self._sends.pop(unit))
+        if self._sends:
+            with self._recorder.wait(SENDS):
+                for unit in list(self._sends):
+                    _wait_batch_p2p(self._sends.pop(unit))
         if self._reducer is not None:
             with self._recorder.span("reduce"):
                 self._reducer.finish()

@@ -1,7 +1,10 @@
-"""Records when this rank ran which action, without the seconds it waited for a neighbour.
+"""Records when this rank ran which action, and apart from that, how long it waited for a neighbour before.
 
 On CUDA the marks are events on the compute stream, read after the step; on CPU they are readings of the monotonic
 clock. All times are seconds since the start of the step, where a barrier lets every rank begin together.
+
+A wait is what the receiver can see of a transfer: under gloo the host waits until the tensor is there, under NCCL the
+compute stream does. It may begin long before the tensor is sent.
 """
 
 from __future__ import annotations
@@ -34,8 +37,11 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self._clock = _CudaClock() if device.type == "cuda" else _HostClock()
         self._marks: list[tuple[str, object, object]] = []
+        self._waits: list[tuple[str, object, object]] = []
         self._open: tuple[str, object] | None = None
         self._origin: object = None
+        self.waits: tuple[Span, ...] = ()
+        """Of the step that was ended last, by the action that waited."""
 
     @property
     def doing(self) -> str | None:
@@ -45,6 +51,7 @@ class Recorder:
     def begin_step(self) -> None:
         """Start recording; every time counts from here."""
         self._marks.clear()
+        self._waits.clear()
         self._open = None
         self._origin = self._clock.mark()
 
@@ -53,8 +60,12 @@ class Recorder:
         origin, self._origin = self._origin, None
         if origin is None:
             return ()
+        self.waits = self._spans(origin, self._waits)
+        return self._spans(origin, self._marks)
+
+    def _spans(self, origin: object, marks: Sequence[tuple[str, object, object]]) -> tuple[Span, ...]:
         since = self._clock.seconds_between
-        return tuple(Span(name, since(origin, start), since(origin, end)) for name, start, end in self._marks)
+        return tuple(Span(name, since(origin, start), since(origin, end)) for name, start, end in marks)
 
     def start(self, name: str) -> None:
         """An action starts now."""
@@ -73,6 +84,14 @@ class Recorder:
         self.start(name)
         yield
         self.stop()
+
+    @contextmanager
+    def wait(self, name: str) -> Iterator[None]:
+        """Record the body as the wait of an action for a tensor of another rank."""
+        start = None if self._origin is None else self._clock.mark()
+        yield
+        if start is not None:
+            self._waits.append((name, start, self._clock.mark()))
 
 
 class _HostClock:

@@ -153,7 +153,8 @@ class Trainer:
         seconds = time.perf_counter() - started
         spans = self._part.recorder.end_step()
         self._phase = "in the sum of the loss"
-        return StepRecord(self._global_loss(loss, step, computing_seconds(spans)), seconds, spans)
+        waits = self._part.recorder.waits
+        return StepRecord(self._global_loss(loss, step, computing_seconds(spans)), seconds, spans, waits)
 
     def _read(self, step: int) -> tuple[Inputs, torch.Tensor | None]:
         """This replica's samples: inputs on the rank of the first stage, targets on that of the last, else nothing."""

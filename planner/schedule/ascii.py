@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.schedule.events import EventKind, Timeline, TimelineEvent
+from planner.schedule.events import BESIDE_COMPUTE, EventKind, Timeline, TimelineEvent
 from planner.schedule.units import common_axis, format_seconds
 
 LETTERS = {
@@ -39,7 +39,7 @@ def ascii(traces: Sequence[Timeline], width: int = 100) -> str:
 def _row(events: Sequence[TimelineEvent], origin: float, columns_per_second: float, width: int) -> str:
     cells = ["."] * width
     for event in events:
-        if event.kind is EventKind.TRANSFER:
+        if event.kind in BESIDE_COMPUTE:
             continue
         first = min(round((event.start_seconds - origin) * columns_per_second), width - 1)
         last = max(first + 1, min(round((event.end_seconds - origin) * columns_per_second), width))

@@ -13,7 +13,7 @@ from planner.schedule.actions import Action, ActionKind
 from planner.schedule.memory import Curve, HeldBytes, curve_of, memory_curves
 from planner.schedule.simulate import Event, Simulation
 from planner.schedule.transfers import Transfer, transfers_of
-from planner.spec.measured import MeasuredAction, MeasuredRun
+from planner.spec.measured import SENDS, MeasuredAction, MeasuredRun
 
 
 class EventKind(StrEnum):
@@ -29,6 +29,8 @@ class EventKind(StrEnum):
     OPTIMIZER = "optimizer"
     TRANSFER = "transfer"
     """Between stages, beside compute."""
+    WAIT = "wait"
+    """For a tensor of another rank, as measured where it is received: all that can be seen of a transfer there."""
     OTHER = "other"
 
 
@@ -65,6 +67,9 @@ class TimelineEvent:
         """``3``, or ``3.1`` for its second chunk; the label when it names no action."""
         return ".".join(map(str, self.place)) or self.label
 
+
+BESIDE_COMPUTE = (EventKind.TRANSFER, EventKind.WAIT)
+"""Kinds that are no work of the rank, and have a track of their own."""
 
 Phases = Sequence[tuple[EventKind, float]]
 """What a rank does after its last action, one after the other: (kind, seconds)."""
@@ -104,7 +109,7 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> float:
-        """Part of all ranks' time in which they do nothing; transfers beside compute do not count as work."""
+        """Part of all ranks' time in which they do nothing; transfers and waits do not count as work."""
         if not self.step_seconds:
             return 0.0
         return 1 - sum(map(_busy_seconds, self.ranks)) / (len(self.ranks) * self.step_seconds)
@@ -147,14 +152,23 @@ def from_measured(run: MeasuredRun, title: str = "measured") -> Timeline:
         raise DocumentError("the run recorded no actions.", field="actions", mend="measure again with `planner run`.")
     by_rank = attrgetter("rank")
     rows = {rank: tuple(actions) for rank, actions in groupby(sorted(run.actions, key=by_rank), key=by_rank)}
-    bars = tuple(_measured_row(actions) for actions in rows.values())
+    waits = {rank: tuple(map(_wait, waited)) for rank, waited in groupby(sorted(run.waits, key=by_rank), key=by_rank)}
+    bars = tuple(_measured_row(actions, waits.get(rank, ())) for rank, actions in rows.items())
     names = tuple(f"rank {rank}" for rank in rows)
     return Timeline(title, bars, names, memory=tuple(curve_of(_unit_changes(row)) for row in bars))
 
 
-def _measured_row(actions: Iterable[MeasuredAction]) -> tuple[TimelineEvent, ...]:
+def _measured_row(actions: Iterable[MeasuredAction], waits: Iterable[TimelineEvent]) -> tuple[TimelineEvent, ...]:
     row = [TimelineEvent(each.action, _kind_of(each.action), each.start_seconds, each.end_seconds) for each in actions]
-    return tuple(sorted(row, key=attrgetter("start_seconds", "end_seconds")))
+    return tuple(sorted((*row, *waits), key=attrgetter("start_seconds", "end_seconds")))
+
+
+def _wait(waited: MeasuredAction) -> TimelineEvent:
+    label = f"{waited.action} waits"
+    if waited.action != SENDS:
+        action = Action.parse(waited.action)
+        label += f" for stage {action.stage + (-1 if action.kind is ActionKind.FORWARD else 1)}"
+    return TimelineEvent(label, EventKind.WAIT, waited.start_seconds, waited.end_seconds)
 
 
 def _unit_changes(events: Iterable[TimelineEvent]) -> Iterator[tuple[float, float]]:
@@ -208,10 +222,10 @@ def _phases(phases: Phases, start: float) -> Iterator[TimelineEvent]:
 
 
 def _busy_seconds(events: Iterable[TimelineEvent]) -> float:
-    """Length of the union of all events but transfers: measured ones may overlap."""
+    """Length of the union of all events but transfers and waits: measured ones may overlap."""
     busy, reached = 0.0, float("-inf")
     for event in sorted(events, key=attrgetter("start_seconds")):
-        if event.kind is not EventKind.TRANSFER and event.end_seconds > reached:
+        if event.kind not in BESIDE_COMPUTE and event.end_seconds > reached:
             busy += event.end_seconds - max(event.start_seconds, reached)
             reached = event.end_seconds
     return busy

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from planner.schedule.events import EventKind, Timeline, TimelineEvent
+from planner.schedule.events import BESIDE_COMPUTE, EventKind, Timeline, TimelineEvent
 from planner.schedule.units import Axis, common_axis, format_held, format_seconds
 
 LEFT, RIGHT, TOP, BOTTOM = 84, 24, 16, 16
@@ -37,6 +37,7 @@ STYLES = {
     EventKind.REDUCE: Style("gradient reduction", "#d55e00"),
     EventKind.OPTIMIZER: Style("optimizer", "#6b7280"),
     EventKind.TRANSFER: Style("transfer", "#7566c9"),
+    EventKind.WAIT: Style("waiting for a tensor", "#c9b8e8", "#111827"),
     EventKind.OTHER: Style("other", "#a8adb5"),
 }
 
@@ -144,11 +145,11 @@ def _bars(events: Sequence[TimelineEvent], scale: _Scale, y: float) -> Iterator[
     stages = sorted({action.stage for event in events if (action := event.action)})
     for event in events:
         left, right = scale.x(event.start_seconds), scale.x(event.end_seconds)
-        is_transfer = event.kind is EventKind.TRANSFER
-        top, height = (y + BAR_HEIGHT + 2, STRIP_HEIGHT) if is_transfer else (y, BAR_HEIGHT)
+        is_beside = event.kind in BESIDE_COMPUTE
+        top, height = (y + BAR_HEIGHT + 2, STRIP_HEIGHT) if is_beside else (y, BAR_HEIGHT)
         look = f'fill="{_fill(event, stages)}" stroke="#ffffff" stroke-width="{0.6 if right - left > 3 else 0}"'
         yield _rect(left, right, top, height, look, title=_hover(event))
-        if event.kind not in (EventKind.TRANSFER, EventKind.RECOMPUTE):
+        if event.kind not in (*BESIDE_COMPUTE, EventKind.RECOMPUTE):
             yield from _number(event, stages, left, right, y)
 
 

@@ -9,7 +9,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from planner.schedule.ascii import ascii
-from planner.schedule.events import EventKind, Timeline, TimelineEvent, from_measured, from_simulation
+from planner.schedule.events import (
+    BESIDE_COMPUTE,
+    EventKind,
+    Timeline,
+    TimelineEvent,
+    from_measured,
+    from_simulation,
+)
 from planner.schedule.page import html
 from planner.schedule.picture import svg
 
@@ -33,9 +40,9 @@ _PLACES = ("micro_batch", "sequence_chunk")
 def chrome_trace(traces: Sequence[Timeline]) -> dict[str, Any]:
     """A trace for ui.perfetto.dev or chrome://tracing, as plain data for JSON.
 
-    One process per timeline and rank, with one thread for compute and one for transfers, and a counter of what the rank
-    holds; times in microseconds. Source: "Trace Event Format", complete events (``X``), counters (``C``) and metadata
-    (``M``).
+    One process per timeline and rank, with one thread for compute, one for transfers or, where they were measured, for
+    the waits for them, and a counter of what the rank holds; times in microseconds. Source: "Trace Event Format",
+    complete events (``X``), counters (``C``) and metadata (``M``).
     """
     rows = [
         (trace, f"{trace.title} {name}", rank, curve)
@@ -56,8 +63,9 @@ def _names(process: int, name: str, rank: Sequence[TimelineEvent]) -> Iterator[d
     yield {"ph": "M", "name": "process_name", "pid": process, "tid": COMPUTE, "args": {"name": name}}
     yield {"ph": "M", "name": "process_sort_index", "pid": process, "tid": COMPUTE, "args": {"sort_index": process}}
     threads = {"compute": COMPUTE}
-    if any(event.kind is EventKind.TRANSFER for event in rank):
-        threads["transfers"] = TRANSFERS
+    for kind, words in ((EventKind.TRANSFER, "transfers"), (EventKind.WAIT, "waits for tensors")):
+        if any(event.kind is kind for event in rank):
+            threads[words] = TRANSFERS
     for thread, number in threads.items():
         yield {"ph": "M", "name": "thread_name", "pid": process, "tid": number, "args": {"name": thread}}
 
@@ -69,7 +77,7 @@ def _complete(process: int, event: TimelineEvent) -> dict[str, Any]:
         "name": event.label,
         "cat": event.kind.value,
         "pid": process,
-        "tid": TRANSFERS if event.kind is EventKind.TRANSFER else COMPUTE,
+        "tid": TRANSFERS if event.kind in BESIDE_COMPUTE else COMPUTE,
         "ts": event.start_seconds * MICROSECONDS,
         "dur": (event.end_seconds - event.start_seconds) * MICROSECONDS,
         "args": {"stage": action.stage, **dict(zip(_PLACES, event.place, strict=False))} if action else {},

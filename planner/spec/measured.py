@@ -8,6 +8,9 @@ from pydantic import Field
 
 from planner.spec.document import Document
 
+SENDS = "sends"
+"""In place of an action: the wait until all that a rank has sent is taken."""
+
 
 class MeasuredAction(Document):
     """One action of one rank and step, on the rank's own clock aligned to the step's start."""
@@ -86,6 +89,9 @@ class MeasuredRun(Document):
     ranks: tuple[MeasuredRank, ...]
     actions: tuple[MeasuredAction, ...] = ()
     """Of the recorded step, the median one after warm-up."""
+    waits: tuple[MeasuredAction, ...] = ()
+    """Of the same step: how long each of these actions waited, before it began, for the tensor of another rank; and
+    `SENDS`, after the last one. What is seen of transfers where they are received; it may begin before they do."""
     warnings: tuple[str, ...] = ()
     """Loss spikes, in words: see `planner.executor.spikes`."""
     segments: tuple[Segment, ...] = ()

@@ -56,6 +56,7 @@ def test_options_reach_the_launcher(planner: Command, plan_path: Path, calls: li
     """Every option is handed on."""
     words = ("--model", "m:f", "--steps", "3", "--data", "d.txt", "--seed", "7", "--learning-rate", "0.1")
     more = ("--reference-steps", "2", "--max-gradient-norm", "1", "--device", "cpu", "--timeout", "9", "--loss", "m:l")
+    more += ("--grace", "8")
     kept = ("--checkpoint-dir", "kept", "--checkpoint-every", "5", "--keep", "2", "--resume")
     values = ("--weights", "w.safetensors", "--deterministic")
     assert planner("run", plan_path, *words, *more, *kept, *values).code == 0
@@ -74,6 +75,7 @@ def test_options_reach_the_launcher(planner: Command, plan_path: Path, calls: li
         "metrics": None,
         "reference_steps": 2,
         "timeout_seconds": 9.0,
+        "grace_seconds": 8.0,
         "checkpoint_dir": "kept",
         "checkpoint_every": 5,
         "keep": 2,

@@ -29,6 +29,23 @@ def test_times_count_from_the_start_of_the_step(recorder: Recorder) -> None:
     assert recorder.end_step() == (Span("0F0", 1.0, 2.0), Span("optimizer", 3.0, 4.0))
 
 
+def test_waits_stand_apart(recorder: Recorder) -> None:
+    """They are no part of an action, and those of the step before are gone."""
+    for _ in range(2):
+        recorder.begin_step()
+        with recorder.wait("1F0"):
+            pass
+        with recorder.span("1F0"):
+            pass
+        assert recorder.end_step() == (Span("1F0", 3.0, 4.0),)
+        assert recorder.waits == (Span("1F0", 1.0, 2.0),)
+    with recorder.wait("1F0"):
+        pass
+    recorder.begin_step()
+    recorder.end_step()
+    assert recorder.waits == ()
+
+
 def test_nothing_is_recorded_between_steps(recorder: Recorder) -> None:
     """Actions outside of a step leave no trace in the next one."""
     recorder.start("0F0")

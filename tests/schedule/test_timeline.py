@@ -117,6 +117,23 @@ def test_measured_rows_are_the_ranks_that_recorded() -> None:
     assert timeline.step_seconds == 1.0
 
 
+def test_measured_waits_have_a_track_of_their_own() -> None:
+    """As predicted transfers have: in the trace and in the picture. They are no work, and name whom they waited for."""
+    run = measured([(0, "0F0", 0.0, 0.2), (1, "1F0", 0.5, 0.7), (1, "1B0", 0.7, 0.9), (0, "0I0", 0.95, 1.0)])
+    waits = [(1, "1F0", 0.0, 0.5), (0, "0I0", 0.2, 0.95), (1, "sends", 0.9, 0.95)]
+    timeline = from_measured(run.model_copy(update={"waits": measured(waits).actions}))
+    told = [[bar.label for bar in row if bar.kind is EventKind.WAIT] for row in timeline.ranks]
+    assert told == [["0I0 waits for stage 1"], ["1F0 waits for stage 0", "sends waits"]]
+    assert timeline.bubble_fraction == from_measured(run).bubble_fraction
+    trace = chrome_trace([timeline])["traceEvents"]
+    assert [event["tid"] for event in trace if event.get("cat") == "wait"] == [1, 1, 1]
+    threads = {event["args"]["name"] for event in trace if event["name"] == "thread_name"}
+    assert threads == {"compute", "waits for tensors"}
+    picture = svg([timeline])
+    assert picture.count("waiting for a tensor") == 1 + len(waits), "in the legend, and over every bar"
+    assert ascii([timeline]).splitlines()[1:] == ascii([from_measured(run)]).splitlines()[1:]
+
+
 def test_a_run_without_actions_is_refused() -> None:
     """The error says what to do."""
     with pytest.raises(DocumentError, match="planner run"):

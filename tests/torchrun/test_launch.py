@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 
@@ -44,6 +45,10 @@ def test_run_equals_the_single_process_and_reports(tmp_path: Path) -> None:
     for rank, actions in enumerate(plan.actions):
         recorded = [action.action for action in measured.actions if action.rank == rank]
         assert recorded == [*actions, "reduce", "optimizer"], "the tied embedding is reduced after the backwards"
+    waited = [[one.action for one in measured.waits if one.rank == rank] for rank in (0, 1)]
+    assert waited == [["0B0", "0B1", "0B2"], ["1F0", "1F1", "1F2", "sends"]], "each for what comes from the other rank"
+    begun = {one.action: one.start_seconds for one in measured.actions}
+    assert all(one.start_seconds <= one.end_seconds <= begun.get(one.action, math.inf) for one in measured.waits)
     _check_order(measured)
 
 
