@@ -19,6 +19,7 @@ from planner.spec.plan import Breakdown
 from planner.validate import check
 from tests.brute_force import PARTITIONED, Priced, facts, layouts, price, price_all
 from tests.builders import cluster, job, layer, profile, request, with_recompute
+from tests.search.test_brute_force import asked
 from tests.strategies import Instance, instances
 
 _BANDWIDTHS = (499979687.0, 4999999937.0, 99999999977.0)
@@ -118,19 +119,16 @@ def test_bounds_of_offloaded_layouts_are_admissible(case: tuple[Instance, list[P
 def test_misses_of_hosts_and_devices(case: tuple[Instance, list[Priced]]) -> None:
     """A miss lacks exactly what the stage map of its layout lacks that comes nearest, of its device or its host."""
     instance, priced = case
-    group = instance.cluster.node_groups[0]
     small = with_host(instance, _BANDWIDTHS[1], 1000 + min((one.peak for one in priced), default=1) // 2, 7)
     found = plan(request(instance.profile, small.cluster, instance.job), instance.profile)
     if isinstance(found, Plan):
         return
     for miss in found.nearest:
-        recompute = "none" if miss.layout.schedule in PARTITIONED else miss.layout.recompute
-        same = [one for one in priced if one.layout == miss.layout.model_copy(update={"recompute": recompute})]
+        same = [one for one in priced if one.layout == asked(miss.layout)]
         work = workload(instance.profile, small.cluster, instance.job)
         lacking = [max(one.peak - work.capacity_bytes, max(one.hosts) - 7 if any(one.hosts) else 0) for one in same]
         assert miss.missing_bytes == miss.needed_bytes - miss.capacity_bytes == min(lacking) > 0
         assert miss.capacity_bytes == (7 if miss.memory == "host" else work.capacity_bytes)
-    assert group.host_memory_bytes is not None
 
 
 MIB = 2**20
