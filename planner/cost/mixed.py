@@ -41,6 +41,9 @@ MIXED_SCHEDULES = ("gpipe", "1f1b")
 """Those that a heterogeneous cluster is planned with; dropping a replica's last micro-batches leaves their order."""
 
 
+_Layers = tuple[dict[RecomputeMode, LayerCost], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """Data-parallel ranks that act alike."""
@@ -161,23 +164,44 @@ def fair_shares(ticks: Sequence[int], micro_batches: int, fill: int) -> tuple[in
     return tuple(shares)
 
 
-def layer_ticks(work: Workload, split: tuple[int, int, int, int, bool]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Forward and backward of one micro-batch through every layer on the devices of one node group, at least: in the
-    mode whose backward takes least, with tensor-parallel ranks that lie as near as they can.
+def nearest_costs(work: Workload, split: tuple[int, int, int, int, bool]) -> _Layers:
+    """Every layer on the devices of one node group with the least that a rank can have to do beside it: tensor-parallel
+    ranks lie as near as they can, no others exchange anything, nothing is shared out.
 
     Args:
         work: of the node group.
         split: micro-batch size, tensor-, context- and expert-parallel degree, sequence parallelism.
     """
-    layout = Layout.model_construct(tensor_parallel_degree=split[1])
-    rows, groups = work.sizes[split], replace(_NO_GROUPS, tensor=_nearest(work, split[1]))
-    known, alike = known_prices(work, groups, 1), work.alike(rows)
-    computed = {}
-    for index in set(alike):
-        plain, parameters = rows[index][modes_of(rows[index])[0]], work.profile.layers[index].parameters
-        costs = LayerPricing(work, layout, groups, parameters, plain, known).costs(rows[index]).values()
-        computed[index] = min(each.forward_ticks for each in costs), min(each.backward_ticks for each in costs)
-    return tuple(computed[index][0] for index in alike), tuple(computed[index][1] for index in alike)
+    key = ("nearest", split)
+    if key not in work.spent:
+        layout = Layout.model_construct(tensor_parallel_degree=split[1])
+        rows, groups = work.sizes[split], replace(_NO_GROUPS, tensor=_nearest(work, split[1]))
+        known, alike, computed = known_prices(work, groups, 1), work.alike(rows), {}
+        for index in set(alike):
+            plain, parameters = rows[index][modes_of(rows[index])[0]], work.profile.layers[index].parameters
+            computed[index] = LayerPricing(work, layout, groups, parameters, plain, known).costs(rows[index])
+        work.spent[key] = tuple(map(computed.__getitem__, alike))
+    found: _Layers = work.spent[key]
+    return found
+
+
+def layer_ticks(work: Workload, split: tuple[int, int, int, int, bool]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Forward and backward of one micro-batch through every layer on the devices of one node group, at least: in the
+    mode whose backward takes least, by `nearest_costs`.
+
+    Args:
+        work: of the node group.
+        split: micro-batch size, tensor-, context- and expert-parallel degree, sequence parallelism.
+    """
+    layers = nearest_costs(work, split)
+    least = {
+        id(options): (
+            min(each.forward_ticks for each in options.values()),
+            min(each.backward_ticks for each in options.values()),
+        )
+        for options in layers
+    }
+    return tuple(least[id(each)][0] for each in layers), tuple(least[id(each)][1] for each in layers)
 
 
 def _nearest(work: Workload, ranks: int) -> Group:
@@ -349,9 +373,6 @@ def _slowest(links: Sequence[Link]) -> Link:
         latency_seconds=max(link.latency_seconds for link in links),
         bandwidth_bytes_per_second=min(link.bandwidth_bytes_per_second for link in links),
     )
-
-
-_Layers = tuple[dict[RecomputeMode, LayerCost], ...]
 
 
 def _waiting_for(layers: _Layers, others: Sequence[_Layers]) -> _Layers:

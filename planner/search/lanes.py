@@ -103,7 +103,7 @@ class Lane:
             first, same = behind, list(run)
             behind += len(same)
             own = room_bytes(same[0]) if must_fit else UNBOUNDED_BYTES
-            choices, window = _modes_on(same[0], modes), windows.of_ranks(first, behind)
+            choices, window = modes_on(same[0], modes), windows.of_ranks(first, behind)
             parts.append(Segments(same[0], choices, units[first:behind], own, window, first))
         return cls(costs, RankSegments(costs, modes, units, room, windows, parts=tuple(parts)))
 
@@ -143,7 +143,7 @@ def windows_on(
     for column in costs.columns:
         units, known = in_flight(column), {id(rank.layers): rank for rank in column.ranks}
         reached = {
-            key: reach(own, Kinds.of(_modes_on(own, modes)), units, room(own), limit_ticks, passing=passing)
+            key: reach(own, Kinds.of(modes_on(own, modes)), units, room(own), limit_ticks, passing=passing)
             for key, own in known.items()
         }
         lanes.append([reached[id(own.layers)][rank] for rank, own in enumerate(column.ranks)])
@@ -157,7 +157,7 @@ def in_flight(costs: LayoutCosts) -> tuple[int, ...]:
     return in_flight_per_stage(schedule_of(costs))
 
 
-def _modes_on(rank: LayoutCosts, modes: Sequence[LayerModes]) -> tuple[LayerModes, ...]:
+def modes_on(rank: LayoutCosts, modes: Sequence[LayerModes]) -> tuple[LayerModes, ...]:
     """The same choices at this rank's costs; identical layers share them."""
     place = (id(rank.layers), id(modes))
     if place in _known:

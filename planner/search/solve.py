@@ -36,6 +36,7 @@ from planner.cost import (
 from planner.search.bounds import Totals, any_order_bound, lower_bound, may_fit, warm_ups, work_of
 from planner.search.dealt import Uniform, deal, layout_schedule, layout_traits, ranks_of
 from planner.search.inside import NO_LIMIT, Inside, LayoutSearch, Outcome, first_plan, limits_of
+from planner.search.loads import portions, priced_bound
 from planner.search.offloading import NOTHING
 from planner.search.orders import SYNTHESIZED, Order, recompute_wish
 from planner.search.result import Callbacks, Candidate, Progress
@@ -320,6 +321,8 @@ def take_up(state: State, one: Open) -> Iterator[Open]:
     """Open a family, bound a layout better, or solve it: equation (F2). What is still open of it."""
     state.bounds.pop(one.order, None)
     match one.item:
+        case Family(ways_before=None) as family if state.work.groups:
+            yield from _portions(state, one, family)
         case Family() as family:
             yield from _groups(state, one, family)
         case Group() as group:
@@ -334,12 +337,20 @@ def take_up(state: State, one: Open) -> Iterator[Open]:
             yield from _unordered(state, one, layout)
 
 
+def _portions(state: State, one: Open, family: Family) -> Iterator[Open]:
+    """Parts of a family on several node groups, bounded before they are priced."""
+    for bound, part in portions(state.work, family, state.limit_ticks):
+        place = one.order if part.ways_before is None else (*one.order, -1 - part.ways_before)
+        yield Open(max(one.bound_ticks, bound), place, part)
+
+
 def _groups(state: State, one: Open, family: Family) -> Iterator[Open]:
     """Every way to share out states that is worth a look: equation (F5)."""
     stages: dict[ZeroStage, list[Open]] = {}
-    for place, (zero, rank_order), costs, modes in worth_opening(state.work, family, state.wish):
+    for way, (zero, rank_order), costs, modes in worth_opening(state.work, family, state.wish):
         bound = max(one.bound_ticks, any_order_bound(costs, Totals.of(costs, modes)))
-        found = Open(bound, (*one.order, place), Group(family, zero, rank_order, costs))
+        place = (one.order[0], way + (family.ways_before or 0))
+        found = Open(bound, place, Group(family, zero, rank_order, costs))
         stages.setdefault(zero.stage, []).append(found)
         yield found
     for groups in stages.values():
@@ -363,6 +374,8 @@ def _orders(state: State, one: Open, group: Group) -> Iterator[Open]:
         modes, totals = known[order.recompute]
         if may_fit(costs, totals, units):
             bound = max(one.bound_ticks, lower_bound(costs, totals, units))
+            if costs.columns and bound < state.limit_ticks:
+                bound = max(bound, priced_bound(costs, modes, state.limit_ticks))
             yield Open(bound, (*one.order, place), Searched(costs, modes))
     for place, (mode, orders) in enumerate(alike.items(), start=len(group.family.orders)):
         modes = uniform_modes(group.costs, mode)

@@ -75,6 +75,8 @@ class Family:
     """By stage; larger groups first."""
     orders: tuple[Order, ...]
     offloading: Offloading = NOTHING
+    ways_before: int | None = None
+    """Of a part of a family (`planner.search.loads`): how many ways of the whole come first; None: it is whole."""
 
     @property
     def split(self) -> tuple[int, int, int, int, bool]:
