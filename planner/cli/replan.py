@@ -46,6 +46,7 @@ class PlanRebalancer:
             micro_batches=plan.micro_batches,
             stages=plan.stages,
             prediction=plan.prediction,
+            actions=plan.actions,
             fits=True,
         )
         profile = plan.request.profile or self._profile

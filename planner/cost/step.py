@@ -64,6 +64,17 @@ def schedule_of(costs: LayoutCosts) -> Schedule:
     )
 
 
+def order_of(costs: LayoutCosts, actions: Sequence[Sequence[str]]) -> Schedule:
+    """The order of a plan's or forecast's actions; without any, the one that the layout names.
+
+    One that was synthesized cannot be built again from the layout.
+    """
+    layout = costs.layout
+    if not actions:
+        return schedule_of(costs)
+    return Schedule.from_text(actions, name=layout.schedule, sequence_chunks=layout.sequence_chunks)
+
+
 def choose(costs: LayoutCosts, stage_map: StageMap) -> tuple[StageLayers, ...]:
     """The cost of every layer in its chosen mode; in a column, on the rank of its stage."""
     return tuple(
@@ -292,13 +303,7 @@ def _planned(plan: Plan, profile: ModelProfile) -> tuple[LayoutCosts, Schedule, 
     costs = layout_costs(workload(profile, plan.cluster, plan.request.job), plan.layout)
     places = {layer.name: index for index, layer in enumerate(profile.layers)}
     stage_map = [[(places[layer.name], layer.recompute) for layer in stage.layers] for stage in plan.stages]
-    # The plan's own order: one that was synthesized cannot be built again from the layout.
-    layout, actions = plan.layout, plan.actions
-    schedule = (
-        Schedule.from_text(actions, name=layout.schedule, sequence_chunks=layout.sequence_chunks)
-        if actions
-        else schedule_of(costs)
-    )
+    schedule = order_of(costs, plan.actions)
     stages = choose(costs, stage_map)
     if not costs.columns:
         return costs, schedule, stages

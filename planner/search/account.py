@@ -19,7 +19,7 @@ from planner.cost import (
     held_units,
     last_column,
     layout_costs,
-    schedule_of,
+    order_of,
     stage_memory,
     tail_ticks,
     workload,
@@ -162,7 +162,7 @@ def account(
     costs = layout_costs(work, forecast.layout)
     order = {layer.name: index for index, layer in enumerate(profile.layers)}
     stage_map = [[(order[layer.name], layer.recompute) for layer in stage.layers] for stage in forecast.stages]
-    return _account(last_column(costs, schedule_of(costs), choose(costs, stage_map)))
+    return _account(last_column(costs, order_of(costs, forecast.actions), choose(costs, stage_map)))
 
 
 def _account(played: Played) -> Account:

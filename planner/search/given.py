@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from planner.cost import layout_costs, placement, schedule_of, workload
+from planner.cost import layout_costs, order_of, placement, workload
 from planner.cost.offload import missing_for_offload
 from planner.search.planning import predict
 from planner.spec.job import CONSTRAINABLE
@@ -56,6 +56,6 @@ def plan_layout(request: PlanRequest, profile: ModelProfile, layout: PredictionL
             optimal=False,
         ),
         explanation=("The layout was given; no other was compared.",),
-        actions=schedule_of(layout_costs(work, forecast.layout)).to_text(),
+        actions=order_of(layout_costs(work, forecast.layout), forecast.actions).to_text(),
         request=given,
     )

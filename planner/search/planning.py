@@ -35,6 +35,7 @@ from planner.search.explain import (
 from planner.search.inside import LayoutSearch, solve_layout
 from planner.search.objectives import Contest, contest
 from planner.search.offloading import NOTHING
+from planner.search.orders import SYNTHESIZED
 from planner.search.pareto import front
 from planner.search.parts import token_price
 from planner.search.relaxations import BRIEF_WORK, FULL_WORK, relaxations, remedies
@@ -44,6 +45,7 @@ from planner.search.segments import allowed_modes, uniform_modes
 from planner.search.sensitivity import sensitivity
 from planner.search.solve import unfit
 from planner.search.space import Space
+from planner.search.synthesized import Unordered, check_synthesis, given_order
 from planner.spec.calibration import Constants
 from planner.spec.cluster import Cluster
 from planner.spec.document import digest
@@ -227,7 +229,8 @@ def predict(
 
     Without `layers_per_stage`, the stage map is the fastest for this layout that fits, else the fastest at all. With
     it, and ``per-layer`` recomputation, the same holds for what recomputes. Under schedules whose partition the search
-    does not look for (several stages per rank, split backwards), layers are dealt as `planner.search.dealt` says.
+    does not look for (several stages per rank, split backwards), layers are dealt as `planner.search.dealt` says; the
+    order that is ``synthesized`` for them is the one that a search would find.
 
     Args:
         profile: of the model.
@@ -253,8 +256,13 @@ def predict(
     _check_sequence_chunks(plain, job)
     costs = layout_costs(work, plain)
     _check_stages(layout, costs)
+    if plain.schedule == SYNTHESIZED:
+        check_synthesis(costs)
+        alike = Unordered(costs, Uniform.of(costs, uniform_modes(costs, plain.recompute)))
+        found = given_order(alike, layout.layers_per_stage)
+        return _forecast(costs, found.stage_map, found.schedule, actions=found.schedule.to_text())
     _check_full_backwards(costs)
-    return _forecast(costs, _stage_map(costs, layout.layers_per_stage))
+    return _forecast(costs, _stage_map(costs, layout.layers_per_stage), schedule_of(costs))
 
 
 def _stage_map(costs: LayoutCosts, counts: Sequence[int] | None) -> StageMap:
@@ -361,8 +369,9 @@ def _fastest(costs: LayoutCosts) -> StageMap:
     raise LayoutError("no stage map was found in time.", field="layout", mend="give layers_per_stage.")
 
 
-def _forecast(costs: LayoutCosts, stage_map: StageMap) -> Forecast:
-    schedule = schedule_of(costs)
+def _forecast(
+    costs: LayoutCosts, stage_map: StageMap, schedule: Schedule, actions: tuple[tuple[str, ...], ...] = ()
+) -> Forecast:
     stages = choose(costs, stage_map)
     prediction = predict_step(costs, schedule, stages)
     too_full = tuple(reason for row in prediction.memory for reason in _overflows(row))
@@ -371,6 +380,7 @@ def _forecast(costs: LayoutCosts, stage_map: StageMap) -> Forecast:
         micro_batches=costs.micro_batches,
         stages=stages_of(costs, stage_map, schedule),
         prediction=prediction,
+        actions=actions,
         fits=not too_full,
         reasons=too_full,
     )

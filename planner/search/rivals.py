@@ -105,7 +105,7 @@ def _candidate(one: Open) -> Candidate | None:
         case Dealt() as dealt:
             return dealt_candidate(dealt)
         case Unordered() as unordered:
-            return synthesized(unordered, limit_ticks=NO_LIMIT, work=_SYNTHESIS_WORK).candidate
+            return synthesized(unordered, limit_ticks=NO_LIMIT, each=_SYNTHESIS_WORK).candidate
         case Searched(costs=costs, modes=modes):
             found = first_plan(costs, modes, one.bound_ticks, rounds=_ROUNDS)
             return Candidate(costs, schedule_of(costs), *found) if found else None

@@ -5,8 +5,9 @@
     (Y2)  the order of each: durations by (S1), tails by (S3), and on every rank room for the units that fit beside all
           that no order changes, (M1) to (M4); backwards are split where nothing recomputes         -> Question.of()
     (Y3)  no order is faster than (P1) to (P3) of `planner.schedule.order_bound` tell               -> least_ticks()
-    (Y4)  the best order that needs no search; where that leaves a gap, CP-SAT looks for one below the incumbent, as
-          long as the order has at most `SOLVED_ACTIONS`, and the layout's and the search's work last -> synthesized()
+    (Y4)  the best order that needs no search; where that leaves a gap, and the order has at most `SOLVED_ACTIONS`, what
+          CP-SAT finds with `LAYOUT_WORK`. Where that order is not below the incumbent, CP-SAT looks for one that is, as
+          long as `SEARCH_WORK` lasts for all layouts together                                      -> synthesized()
 
 Work is CP-SAT's own measure of it, not seconds, so that the answer is always the same. What it leaves unproven stays
 open: the bound of such a layout counts in the search's gap.
@@ -15,8 +16,10 @@ open: the bound of such a layout counts in the search's gap.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Self
 
 from planner.cost import (
@@ -31,22 +34,25 @@ from planner.cost import (
 )
 from planner.cost.memory import unit_bytes
 from planner.cost.step import by_rank
-from planner.errors import LayoutError
+from planner.errors import UnsupportedError
 from planner.schedule import Placement, Schedule
 from planner.schedule.greedy import backward_first
+from planner.schedule.order_bound import SPLIT
 from planner.schedule.order_model import Effort
 from planner.schedule.order_problem import OrderProblem
 from planner.schedule.room import Room
-from planner.schedule.synthesize import Synthesis, best_known, best_order, best_shape
+from planner.schedule.synthesize import MOST_ACTIONS, Synthesis, best_known, best_order, best_shape
+from planner.schedule.synthesized import NAME
 from planner.search.dealt import Traits, Uniform, deal
+from planner.search.inside import NO_LIMIT
 from planner.search.result import Candidate
 
 SOLVED_ACTIONS = 512
 """Of an order that CP-SAT is asked for; beyond, it improves none within its work. 8 ranks x 16 micro-batches: 384."""
-LAYOUT_WORK = 1.0
-"""Of CP-SAT for one layout, in its deterministic time."""
-SEARCH_WORK = 8.0
-"""For all of them."""
+LAYOUT_WORK = 0.5
+"""Of CP-SAT for one layout and placement, in its deterministic time."""
+SEARCH_WORK = 4.0
+"""For all whose known order is not below the incumbent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,26 +119,34 @@ class Synthesized:
 def room_of(costs: LayoutCosts, stages: Sequence[StageLayers], shape: Schedule) -> Room:
     """Bytes of a unit of every stage, and what every rank's device has left for units in flight: (M1) to (M4)."""
     units = [unit_bytes(costs, stages, index) for index in range(shape.stages)]
-    alone = replace(shape, micro_batches=1, actions=backward_first(shape.stage_ranks, 1, limit=1))
+    alone = replace(shape, micro_batches=1, sequence_chunks=1, actions=backward_first(shape.stage_ranks, 1, limit=1))
     once = stage_memory(costs, stages, alone)
     held = [sum(units[stage] for stage in shape.stages_of(row.pipeline_rank)) for row in once]
     left = [row.capacity_bytes - row.peak_bytes + own for row, own in zip(once, held, strict=True)]
     return Room(tuple(units), tuple(left))
 
 
-def shapes_of(costs: LayoutCosts) -> tuple[Schedule, ...]:
-    """The layout's stages on its ranks in every way of (Y1).
+def check_synthesis(costs: LayoutCosts) -> None:
+    """Refuse a layout whose order cannot be synthesized.
 
     Raises:
-        LayoutError: activations go to the host, where orders would have to keep to its memory too.
+        UnsupportedError: what of it is not known to the search for orders.
     """
+    layout, orders = costs.layout, f"no order is {NAME} "
+    actions = len(SPLIT) * layout.pipeline_parallel_degree * layout.virtual_stages_per_rank * costs.micro_batches
+    for is_wrong, field, why, mend in (
+        (bool(costs.columns or costs.ranks), "schedule", "for ranks that differ", "give gpipe or 1f1b"),
+        (layout.activation_offload, "activation_offload", "for activations that go to the host", "give false"),
+        (layout.recompute == "per-layer", "recompute", "per layer", "give none, selective or full"),
+        (actions > MOST_ACTIONS, "schedule", f"of {actions} actions, more than {MOST_ACTIONS}", "give another one"),
+    ):
+        if is_wrong:
+            raise UnsupportedError(f"{orders}{why}.", field=f"layout.{field}", mend=f"{mend}.")
+
+
+def shapes_of(costs: LayoutCosts) -> tuple[Schedule, ...]:
+    """The layout's stages on its ranks in every way of (Y1)."""
     layout = costs.layout
-    if layout.activation_offload:
-        raise LayoutError(
-            "no order is synthesized for activations that go to the host.",
-            field="layout.schedule",
-            mend="give a schedule of full backwards, such as 1f1b, or leave activations on the device.",
-        )
     numbers = (layout.pipeline_parallel_degree, costs.micro_batches, layout.virtual_stages_per_rank)
     found = [best_shape(*numbers, layout.sequence_chunks, placement) for placement in Placement]
     return tuple(found[:1] if numbers[2] == 1 else found)
@@ -172,37 +186,71 @@ def questions(layout: Unordered, counts: Sequence[int] | None = None) -> tuple[Q
 
 
 def synthesized(
-    layout: Unordered,
-    *,
-    limit_ticks: int,
-    work: float = SEARCH_WORK,
-    seconds: float = float("inf"),
-    counts: Sequence[int] | None = None,
+    layout: Unordered, *, limit_ticks: int, work: float = 0.0, each: float = LAYOUT_WORK, seconds: float = inf
 ) -> Synthesized:
     """The best plan of a layout: equations (Y1) to (Y4).
 
     Args:
         layout: whose order is to be found.
-        limit_ticks: only orders faster than this are searched; what is known without a search is told all the same.
-        work: that is left for CP-SAT, over all layouts.
+        limit_ticks: only orders faster than this matter.
+        work: that is left for CP-SAT to look for one where none is known, over all layouts.
+        each: work of CP-SAT for one placement of the stages.
         seconds: that are left.
+    """
+    return _best(questions(layout), limit_ticks, work, each, seconds)
+
+
+def given_order(layout: Unordered, counts: Sequence[int] | None = None) -> Candidate:
+    """The plan of one given layout, as a search would have it, whether it fits or not.
+
+    Args:
+        layout: whose order is to be found.
         counts: layers of every stage, where they are given and not dealt.
     """
-    spent, bounds, found = 0.0, [], []
-    for question in questions(layout, counts):
+    asked = questions(layout, counts)
+    fitting = _best(asked, NO_LIMIT).candidate
+    if fitting is not None:
+        return fitting
+    free = (Room.of_units(each.problem.shape, None) for each in asked)
+    anyway = [replace(each, problem=replace(each.problem, room=room)) for each, room in zip(asked, free, strict=True)]
+    found = _best(anyway, NO_LIMIT).candidate
+    assert found is not None, "without a limit on memory every order fits"
+    return found
+
+
+def _best(
+    asked: Sequence[Question], limit_ticks: int, work: float = 0.0, each: float = LAYOUT_WORK, seconds: float = inf
+) -> Synthesized:
+    ended, bounds, best = time.monotonic() + seconds, [], None
+    left = work
+    for question in asked:
         known = best_known(question.problem)
         if known is None:
             continue
-        best = min([limit_ticks, *(one.ticks for one in found)])
-        made = _searched(question.problem, known, best, min(work - spent, LAYOUT_WORK), seconds)
-        spent += made.deterministic
+        limit = min(limit_ticks, best.ticks) if best else limit_ticks
+        made = _answer(question.problem, known, limit, each, Effort(ended - time.monotonic(), left))
+        left -= made.deterministic
         bounds.append(math.ceil(made.lower_bound))
-        found.append(question.candidate(made.schedule))
-    fastest = min(found, key=lambda one: one.ticks, default=None)
-    return Synthesized(fastest, min(bounds, default=limit_ticks), spent)
+        if best is None or made.value < best.ticks:
+            best = question.candidate(made.schedule)
+    return Synthesized(best, min(bounds, default=limit_ticks), work - left)
 
 
-def _searched(problem: OrderProblem, known: Synthesis, limit_ticks: int, work: float, seconds: float) -> Synthesis:
-    if problem.actions > SOLVED_ACTIONS or min(work, seconds) <= 0:
+def _answer(problem: OrderProblem, known: Synthesis, limit: int, each: float, left: Effort) -> Synthesis:
+    """The best order below a limit, or what excludes one: equation (Y4).
+
+    Whatever the limit was, an order below it is the one that CP-SAT finds without: so `given_order` finds it again.
+    """
+    if problem.actions > SOLVED_ACTIONS or left.seconds <= 0:
         return known
-    return best_order(problem, known, Effort(seconds, work), below=min(limit_ticks, known.value))
+    spent, seen = 0.0, known
+    if known.value >= limit:
+        work = min(left.deterministic, each)
+        seen = best_order(problem, known, Effort(left.seconds, work), below=limit) if work > 0 else known
+        spent = seen.deterministic
+    if seen.value >= limit:
+        return seen
+    free = best_order(problem, known, Effort(left.seconds, each))
+    best = min(free, seen, key=lambda one: one.value)
+    bound = min(max(free.lower_bound, seen.lower_bound), best.value)
+    return replace(best, lower_bound=bound, deterministic=spent)

@@ -322,6 +322,8 @@ class Forecast(Document):
     micro_batches: int = Field(ge=1)
     stages: tuple[Stage, ...]
     prediction: Prediction
+    actions: tuple[tuple[str, ...], ...] = ()
+    """Of an order that was synthesized; the others follow from the layout."""
     fits: bool
     """Every rank stays within its capacity."""
     reasons: tuple[str, ...] = ()
