@@ -11,7 +11,7 @@ from planner.cli.units import gibibytes, seconds
 from planner.fidelity.metrics import Errors, Figures, Outcome, decisions_of, errors_of, rank_groups
 
 UNKNOWN = "-"
-LEAST_PLANS = 5
+LEAST_RUNS = 5
 """Of the rank groups whose mean regret has a target."""
 ALLOCATED = ("nanotron", "kempner", "vocab_parallel", "megatron_golden")
 Choice = Callable[[Outcome], bool]
@@ -58,9 +58,9 @@ def targets(outcomes: Sequence[Outcome]) -> list[Target]:
         errors = _errors(outcomes, "time", partial(_is, family=family))
         median = errors.median if errors else None
         found.append(Target(f"{family}: time, median error", 0.06, median, errors.rows if errors else 0))
-    groups = [group for group in rank_groups(outcomes) if group.plans >= LEAST_PLANS]
+    groups = [group for group in rank_groups(outcomes) if group.runs >= LEAST_RUNS]
     regret = sum(group.regret for group in groups) / len(groups) if groups else None
-    found.append(Target("mean regret, groups of 5 plans or more", 1.03, regret, len(groups), as_ratio=True))
+    found.append(Target("mean regret, groups of 5 runs or more", 1.03, regret, len(groups), as_ratio=True))
     found.append(_mape("memory MAPE, torch allocated", 0.04, _errors(outcomes, "memory", _is_allocated)))
     found.append(_mape("Korthikanti: activations MAPE", 0.015, _errors(outcomes, "activation", lambda one: True)))
     return [*found, *_fit_targets(outcomes)]

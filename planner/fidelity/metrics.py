@@ -6,14 +6,16 @@ seconds and zero bytes, and as a wrong decision: a defect of the cost model must
     decision      of the runs that ran or ran out on devices whose memory is known: does the cost model say so too?
     rank group    plans of one model, devices and batch: Spearman's rank correlation of predicted and measured seconds
                   (tied plans share the mean of their ranks), and regret = measured seconds of the plan that is
-                  predicted fastest (the slowest of those tied) / the fastest measured
+                  predicted fastest (the slowest of those tied) / the fastest measured. Rows that differ in measured
+                  values, and in dates and other figures of their notes, are runs of one plan, which took their median
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from planner.fidelity.predict import Predicted
 from planner.fidelity.remarks import PLAIN, Remarks, has_one_memory_size
 from planner.fidelity.rows import Dataset, Run
 
-LEAST_PLANS = 3
+LEAST_RUNS = 3
 """Of a rank group whose order is judged."""
 FAILED = -1.0
 """Relative error of a prediction that failed."""
@@ -119,6 +121,7 @@ class RankGroup:
     """Plans of one model, devices and batch."""
 
     name: str
+    runs: int
     plans: int
     spearman: float
     regret: float
@@ -141,9 +144,9 @@ class Figures:
     decisions: Decisions | None
     groups: tuple[RankGroup, ...]
 
-    def mean_regret(self, least_plans: int = LEAST_PLANS) -> float | None:
-        """Over the groups with so many plans."""
-        return _mean(group.regret for group in self.groups if group.plans >= least_plans)
+    def mean_regret(self, least_runs: int = LEAST_RUNS) -> float | None:
+        """Over the groups with so many runs."""
+        return _mean(group.regret for group in self.groups if group.runs >= least_runs)
 
     @property
     def spearman(self) -> float | None:
@@ -201,17 +204,30 @@ def decisions_of(outcomes: Iterable[Outcome]) -> Decisions | None:
 
 
 def rank_groups(outcomes: Iterable[Outcome]) -> tuple[RankGroup, ...]:
-    """Every rank group of a family with at least `LEAST_PLANS` timed plans."""
-    plans: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    """Every rank group of a family with at least `LEAST_RUNS` timed runs."""
+    groups: dict[tuple[str, str], list[Outcome]] = {}
     for one in outcomes:
         if one.run.rank_group and one.time_error is not None and one.run.step_seconds:
-            times = (one.predicted_seconds, one.run.step_seconds)
-            plans.setdefault((one.run.family, one.run.rank_group), []).append(times)
+            groups.setdefault((one.run.family, one.run.rank_group), []).append(one)
+    enough = {name: runs for name, runs in groups.items() if len(runs) >= LEAST_RUNS}
+    times = {name: _plan_times(runs) for name, runs in enough.items()}
     return tuple(
-        RankGroup(f"{family}: {name}", len(times), *_ranking(times))
-        for (family, name), times in plans.items()
-        if len(times) >= LEAST_PLANS
+        RankGroup(f"{name[0]}: {name[1]}", len(runs), len(times[name]), *_ranking(times[name]))
+        for name, runs in enough.items()
+        if len(times[name]) > 1
     )
+
+
+def _plan_times(runs: Iterable[Outcome]) -> list[tuple[float, float]]:
+    """(predicted, measured) seconds of every plan, the medians of its runs."""
+    plans: dict[tuple[Run, str], list[Outcome]] = {}
+    for one in runs:
+        plan = replace(one.run, source_id="", step_seconds=None, memory_bytes=None, memory_kind="allocated")
+        plans.setdefault((plan, one.remarks.words), []).append(one)
+    return [
+        (median(one.predicted_seconds for one in each), median(one.run.step_seconds or 0.0 for one in each))
+        for each in plans.values()
+    ]
 
 
 def _ranking(times: Sequence[tuple[float, float]]) -> tuple[float, float]:

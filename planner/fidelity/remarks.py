@@ -5,6 +5,8 @@ memory is stated      the hardware names its type and memory; else, where a prod
                       a run fits cannot be judged
 modelled              the memory was computed by the source, so nothing ran that could have run out
 activations           the part of the memory that activations take, where the source tells it apart
+words                 what is said besides figures, dates among them: it tells which runs of the same sizes and layout are
+                      runs of one plan
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ class Remarks:
     memory_is_stated: bool = False
     is_modelled: bool = False
     activation_bytes: float | None = None
+    words: str = ""
 
 
 PLAIN = Remarks()
@@ -38,12 +41,13 @@ _NAMES = (
     "source_id system hardware interconnect model layers precision attention schedule vp zero_fsdp recompute status "
     "mem_kind rank_group notes"
 )
+_SAID = ("system", "model", "interconnect", "zero_fsdp", "recompute", "attention", "schedule", "notes")
 COLUMNS = tuple(_NAMES.split())
 """What a file of runs must have; a column of numbers that lacks is unstated in every row."""
 
 
 def read_remarks(path: Path) -> dict[RowKey, Remarks]:
-    """Remarks of every row of a CSV file, or of every CSV file of a folder; those that say nothing are left out.
+    """Remarks of every row of a CSV file, or of every CSV file of a folder.
 
     Raises:
         DocumentError: no such file, or a file of runs that lacks columns.
@@ -51,9 +55,7 @@ def read_remarks(path: Path) -> dict[RowKey, Remarks]:
     found = {}
     for file in sorted(path.glob("*.csv")) if path.is_dir() else [path]:
         for row in _rows(file):
-            remarks = remarks_of(row)
-            if remarks != PLAIN:
-                found[file.stem, row.get("source_id") or ""] = remarks
+            found[file.stem, row.get("source_id") or ""] = remarks_of(row)
     return found
 
 
@@ -86,6 +88,7 @@ def remarks_of(row: dict[str, str]) -> Remarks:
         memory_is_stated=re.search(r"\d\s*g(?:i?b)?\b", _product(hardware), re.IGNORECASE) is not None,
         is_modelled="modelled" in kind.lower(),
         activation_bytes=float(told.group(1)) * 2**30 if told else None,
+        words=" ".join(re.findall(r"[a-z]+", " ".join(row.get(name) or "" for name in _SAID).lower())),
     )
 
 

@@ -68,8 +68,8 @@ class Framework:
     keeps_gathered_inputs: bool = False
     """Sequence parallelism: a product keeps its whole gathered input, and does not gather it anew in the backward."""
     hides_regather: bool = False
-    """Sequence parallelism: where a product gathers its input anew in the backward, that runs beside the product that the
-    input's gradient is (Korthikanti et al. 2022, section 4.2.2)."""
+    """Sequence parallelism: what a product's backward gathers anew travels beside the product that makes its input's
+    gradient (Korthikanti et al. 2022, section 4.2.2)."""
     fp32_gradients: bool = False
     """Gradients of bf16 parameters are accumulated and reduced in fp32 (fp16 ones stay, for their loss is scaled)."""
     selective: Selective = "operators"

@@ -87,7 +87,7 @@ def test_partitions_of_a_folder(tmp_path: Path) -> None:
 
 def test_winners_of_a_family() -> None:
     """A group counts when its chosen plan takes at most 3 % longer than the fastest."""
-    groups = [RankGroup(f"one: {place}", 5, 1.0, regret) for place, regret in enumerate((1.0, 1.029, 1.031))]
+    groups = [RankGroup(f"one: {place}", 6, 5, 1.0, regret) for place, regret in enumerate((1.0, 1.029, 1.031))]
     found = won("one", groups)
     assert (found["groups"], found["close"], found["plans"], found["worst"]) == (3, 2, 15, 1.031)
 

@@ -40,8 +40,9 @@ def said(
 
 
 def plans(predicted: list[float], measured: list[float], name: str = "group") -> list[Outcome]:
-    """One rank group."""
-    return [said(run(step_s=real, rank_group=name), told) for told, real in zip(predicted, measured, strict=True)]
+    """One rank group of different plans."""
+    times = enumerate(zip(predicted, measured, strict=True))
+    return [said(run(step_s=real, rank_group=name, mbs=2**place), told) for place, (told, real) in times]
 
 
 def test_errors() -> None:
@@ -115,7 +116,20 @@ def test_plans_predicted_alike_count_as_the_slower() -> None:
     assert group.regret == pytest.approx(1.5)
 
 
-def test_groups_need_three_timed_plans_of_one_family() -> None:
+def test_runs_of_one_plan_count_once() -> None:
+    """A plan that ran in 1, 2 and 9 s took 2 s, as long as its rows say the same: the plan of 1.5 s would be better."""
+    remarks = replace(STATED, words="on a monday")
+    other, *same = plans([2.0, 1.0, 1.0, 1.0], [1.5, 1.0, 2.0, 9.0])
+    again = [replace(one, run=replace(same[0].run, step_seconds=one.run.step_seconds), remarks=remarks) for one in same]
+    (group,) = rank_groups([other, *again])
+    assert (group.runs, group.plans) == (4, 2)
+    assert group.regret == pytest.approx(2 / 1.5)
+    named = [replace(one, remarks=replace(remarks, words=word)) for one, word in zip(again, "abc", strict=True)]
+    assert rank_groups([other, *named])[0].plans == 4
+    assert rank_groups(again) == ()
+
+
+def test_groups_need_three_timed_runs_of_one_family() -> None:
     """Smaller groups, plans without a time, and rows without a group are in none; equal names are one per family."""
     three = plans([1, 2, 3], [1, 2, 3])
     others = [replace(one, run=replace(one.run, family="other")) for one in three[:2]]
@@ -125,7 +139,7 @@ def test_groups_need_three_timed_plans_of_one_family() -> None:
 
 
 def test_mean_regret_over_larger_groups() -> None:
-    """The target's regret is over groups of five plans or more."""
+    """The target's regret is over groups of five runs or more."""
     small, large = plans([2, 1, 3], [1, 2, 3], "small"), plans([2, 1, 3, 4, 5], [1, 1.1, 3, 4, 5], "large")
     found = figures(Dataset((), {}, {"family": 8}), [*small, *large])
     assert found.mean_regret() == pytest.approx((2 + 1.1) / 2)

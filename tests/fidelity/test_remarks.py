@@ -42,11 +42,20 @@ def test_activations_told_apart() -> None:
 
 
 def test_rows_are_found_by_family_and_name(tmp_path: Path) -> None:
-    """Rows of equal name in two files keep their own remarks; those without any are left out."""
+    """Rows of equal name in two files keep their own remarks."""
     write_rows(tmp_path / "toys.csv", [row("a", hardware="A100", notes="tiny model")])
     write_rows(tmp_path / "real.csv", [row("a", hardware="A100")])
-    assert list(read_remarks(tmp_path)) == [("toys", "a")]
+    found = read_remarks(tmp_path)
+    assert [found[family, "a"].time_is_overhead for family in ("toys", "real")] == [True, False]
     assert list(read_remarks(tmp_path / "toys.csv")) == [("toys", "a")]
+
+
+def test_words_tell_plans_apart_and_dates_do_not() -> None:
+    """Runs on two days say the same, one with another dispatcher does not."""
+    first, second, other = (
+        remarks_of(row(notes=each)).words for each in ("05-25; 16GB", "05-26; 17 GB", "05-25; 16GB; DeepEP")
+    )
+    assert first == second != other
 
 
 def test_lacking_columns_are_told(tmp_path: Path) -> None:
