@@ -5,7 +5,7 @@ memory is stated      the hardware names its type and memory; else, where a prod
                       a run fits cannot be judged
 modelled              the memory was computed by the source, so nothing ran that could have run out
 activations           the part of the memory that activations take, where the source tells it apart
-words                 what is said besides figures, dates among them: it tells which runs of the same sizes and layout are
+words                 what is said besides figures and dates: it tells which runs of the same sizes and layout are
                       runs of one plan
 """
 
