@@ -86,7 +86,9 @@ def _document(dry: DryRun) -> dict[str, Any]:
 
 def _dry_text(plan: Plan, dry: DryRun) -> str:
     header = ("ranks", "pipeline rank", "parameters", "parameter bytes", "gradient bytes", "optimizer bytes")
-    lines = [table(header, [_row(rank) for rank in dry.ranks])]
+    names, offloads = (*header, "states on the host"), any(rank.built.host_bytes for rank in dry.ranks)
+    columns = len(header) + offloads
+    lines = [table(names[:columns], [_row(rank)[:columns] for rank in dry.ranks])]
     lines += [f"WRONG    {difference}" for difference in dry.differences]
     ranks = len(plan.placement)
     verdict = "as predicted" if not dry.differences else f"not as predicted: {len(dry.differences)} difference(s)"
@@ -94,8 +96,10 @@ def _dry_text(plan: Plan, dry: DryRun) -> str:
 
 
 def _row(rank: DryRank) -> tuple[str, ...]:
+    from planner.executor.dry_run import COMPARED
+
     first, last, count = rank.ranks[0], rank.ranks[-1], len(rank.ranks)
     named = str(first) if count == 1 else f"{first}..{last} ({count})"
     built = rank.built
-    figures = (built.parameters, built.parameters_bytes, built.gradients_bytes, built.optimizer_bytes)
+    figures = (built.parameters, *(getattr(built, name) for name in COMPARED))
     return (named, str(built.pipeline), *(f"{figure:,}" for figure in figures))

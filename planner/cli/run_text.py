@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from planner.cli.console import bold, table
 from planner.cli.units import gibibytes, percent, scaled, seconds
 from planner.spec import MeasuredRun, Plan
+from planner.spec.measured import MeasuredRank
 
 
 def run_text(plan: Plan, measured: MeasuredRun) -> str:
@@ -66,19 +69,24 @@ def _speed(plan: Plan, measured: MeasuredRun) -> str:
 
 
 def _memory(plan: Plan, measured: MeasuredRun) -> str:
-    predicted = {row.pipeline_rank: row.peak_bytes for row in plan.prediction.memory}
-    rows = [
-        (
-            str(rank.rank),
-            str(rank.pipeline),
-            gibibytes(predicted[rank.pipeline]),
-            gibibytes(rank.peak_bytes),
-            _off(predicted[rank.pipeline], rank.peak_bytes),
-        )
-        for rank in measured.ranks
-    ]
-    found = table(("rank", "pipeline rank", "predicted peak", "measured peak", "predicted is off by"), rows)
+    rows = {row.pipeline_rank: row for row in plan.prediction.memory}
+    found = _by_rank("peak", [(rank, rows[rank.pipeline].peak_bytes, rank.peak_bytes) for rank in measured.ranks])
+    if any(rank.host_bytes for rank in measured.ranks):
+        on_host = [(rank, rows[rank.pipeline].host_bytes, rank.host_bytes) for rank in measured.ranks]
+        found += f"\n\n{_by_rank('on the host', on_host)}"
     return f"{found}\npredicted for the replica that has the least room" if plan.replicas_differ else found
+
+
+def _by_rank(what: str, rows: Iterable[tuple[MeasuredRank, int, int]]) -> str:
+    """Bytes predicted and measured."""
+    header = ("rank", "pipeline rank", f"predicted {what}", f"measured {what}", "predicted is off by")
+    return table(
+        header,
+        [
+            (str(rank.rank), str(rank.pipeline), gibibytes(predicted), gibibytes(seen), _off(predicted, seen))
+            for rank, predicted, seen in rows
+        ],
+    )
 
 
 def _off(predicted: float, measured: float) -> str:
