@@ -9,6 +9,7 @@ from planner.search.inside import least_memory
 from planner.search.orders import recompute_wish
 from planner.search.result import Candidate, Found
 from planner.search.segments import choices
+from planner.search.synthesized import order_gap
 from planner.search.words import changes_text, degrees_text, gibibytes, seconds_text
 from planner.spec.job import Job
 from planner.spec.layout import Layout
@@ -31,6 +32,8 @@ _QUANTITIES = {
     "latency_seconds": "latency of the links",
 }
 MOST_MISSES = 3
+_LEAST_GAP = 5e-5
+"""Less is not worth a number."""
 
 
 def predictions(candidates: Sequence[Candidate]) -> tuple[Prediction, ...]:
@@ -104,6 +107,7 @@ def explanation(best: Candidate, prediction: Prediction, found: Found) -> tuple[
         f"The step is {spent}.",
         f"The fullest device is on pipeline rank {fullest.pipeline_rank}: {fullest.peak_bytes / 2**30:.2f} of "
         f"{fullest.capacity_bytes / 2**30:.2f} GiB.",
+        *_order_text(best),
         *_host_text(prediction),
         _proof_text(report, best.costs.work.job),
     )
@@ -135,6 +139,16 @@ def _objective_text(job: Job, found: Found) -> tuple[str, ...]:
                 f"of the cluster's parts {parts} {'was' if parts == 1 else 'were'} looked at, fewest devices first.",
             )
     return ()
+
+
+def _order_text(best: Candidate) -> tuple[str, ...]:
+    """What the schedule leaves to gain."""
+    gap = order_gap(best)
+    if gap is None:
+        return ()
+    if gap < _LEAST_GAP:
+        return ("No order of the micro-batches on these stages is faster.",)
+    return (f"No order of the micro-batches on these stages saves more than {100 * gap:.2g} % of the step.",)
 
 
 def _proof_text(report: SearchReport, job: Job) -> str:

@@ -175,6 +175,7 @@ def _takes(name: str, shape: Shape) -> bool:
 
 
 def constraint_text(constraint: Constraint | None) -> str:
+    """A constraint in words, such as ``1..4`` or ``1f1b or zb-v``."""
     if isinstance(constraint, Range):
         return f"{constraint.min}..{constraint.max}"
     if isinstance(constraint, tuple):
