@@ -3,7 +3,8 @@
 The cost model knows one kind of device, so a slow rank is priced by its layers: their seconds, times how much longer
 that rank takes. Every partition that is looked at is priced with the factors of the ranks that it gives the layers to,
 so that a layer that leaves the slow rank is as fast as it will be. Where a rank has several stages, each of them is as
-slow as the rank; which stage stands on which rank is the schedule's, and stays.
+slow as the rank; which stage stands on which rank is the schedule's, and stays. On nodes of different devices a layer
+has no seconds of its own: there its kernels do so many times the work.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def rebalanced(plan: Plan, profile: ModelProfile, slowdown: Sequence[float]) -> 
     Its plan carries the profile with the seconds that it was chosen by, so that its prediction holds for these ranks.
 
     Args:
-        plan: with one or several stages per pipeline rank.
+        plan: with one or several stages per pipeline rank; on a part of its cluster, its place in that stays.
         profile: the plan's.
         slowdown: of every pipeline rank.
 
@@ -38,7 +39,7 @@ def rebalanced(plan: Plan, profile: ModelProfile, slowdown: Sequence[float]) -> 
     from planner.search import make_request, plan_layout, predict
 
     rows = _priced(profile, plan)
-    cluster, job = plan.request.cluster, plan.request.job
+    cluster, job = plan.cluster, plan.request.job
     of_stages = [slowdown[stage.pipeline_rank] for stage in plan.stages]
 
     @cache
@@ -74,7 +75,8 @@ def _neighbours(counts: Counts) -> Iterator[Counts]:
 
 
 def _priced(profile: ModelProfile, plan: Plan) -> ModelProfile:
-    """With seconds in every row, and no rows but those of the plan's micro-batches and shards."""
+    """With seconds in every row, where all devices are equal, and no rows but those of the plan's micro-batches and
+    shards."""
     from planner.cost import price
 
     layout = plan.layout
@@ -95,9 +97,11 @@ def _priced(profile: ModelProfile, plan: Plan) -> ModelProfile:
             )
         }
     )
-    if all(row.forward_seconds is not None for layer in kept.layers for row in layer.measurements):
+    devices = [find_device(group.device) for group in plan.cluster.node_groups]
+    has_seconds = all(row.forward_seconds is not None for layer in kept.layers for row in layer.measurements)
+    if has_seconds or any(device != devices[0] for device in devices):
         return kept
-    return price(kept, find_device(plan.request.cluster.node_groups[0].device))
+    return price(kept, devices[0])
 
 
 def slowed(profile: ModelProfile, counts: Counts, of_stages: Sequence[float]) -> ModelProfile:
@@ -115,5 +119,26 @@ def slowed(profile: ModelProfile, counts: Counts, of_stages: Sequence[float]) ->
 
 
 def _slowed_row(row: Measurement, factor: float) -> Measurement:
+    if row.forward_seconds is None:
+        return _with_more_work(row, factor)
     seconds = {name: getattr(row, name) for name in Measurement.model_fields if name.endswith("_seconds")}
     return row.model_copy(update={name: value * factor for name, value in seconds.items() if value is not None})
+
+
+def _with_more_work(row: Measurement, factor: float) -> Measurement:
+    """A row without seconds: so many times the FLOPs and bytes of its kernels, as a device that is slower sees them.
+    What they cost beyond that, to be launched, stays. The layer's own FLOPs stay too, for MFU, where kernels tell."""
+    names = ["forward_bytes", "backward_bytes"]
+    if not row.operations:
+        names += ["forward_flops", "backward_input_flops", "backward_weight_flops", "recompute_flops"]
+    counted = {name: round(getattr(row, name) * factor) for name in names}
+    kernels = {
+        name: tuple(
+            operation.model_copy(
+                update={"flops": round(operation.flops * factor), "bytes": round(operation.bytes * factor)}
+            )
+            for operation in getattr(row, name)
+        )
+        for name in ("operations", "recompute_operations")
+    }
+    return row.model_copy(update={**counted, **kernels})

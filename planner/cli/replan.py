@@ -50,7 +50,7 @@ class PlanRebalancer:
             fits=True,
         )
         profile = plan.request.profile or self._profile
-        found = account(profile, plan.request.cluster, plan.request.job, forecast)
+        found = account(profile, plan.cluster, plan.request.job, forecast)
         return tuple(rank.work_seconds for rank in found.ranks)
 
     def rebalance(self, plan: Plan, slowdown: Sequence[float]) -> Rebalanced | None:

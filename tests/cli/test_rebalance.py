@@ -4,15 +4,34 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from planner.cli.rebalance import rebalanced, slowed
 from planner.cli.replan import Replanner, by_search
-from planner.search import predict
-from planner.spec import Plan, PredictionLayout, read
+from planner.search import make_request, plan_layout, predict
+from planner.search import plan as search_plan
+from planner.spec import Cluster, DeviceSpec, Link, NodeGroup, Plan, PredictionLayout, read
 from planner.validate import check
+from tests.builders import job, layer, profile
 from tests.cli.support import Command, tiny_cluster, tiny_job, tiny_profile, write_question
+from tests.strategies import with_operations
+from tests.validate.mixed import as_counted
+
+
+def group(name: str, flops_per_second: float, devices: int) -> NodeGroup:
+    """A node of devices of its own kind."""
+    device = DeviceSpec(
+        id=name,
+        memory_bytes=1 << 40,
+        peak_flops_per_second={"fp32": flops_per_second, "bf16": flops_per_second, "fp16": flops_per_second},
+        memory_bandwidth_bytes_per_second=flops_per_second,
+        launch_seconds=0.0,
+        reserved_bytes=0,
+    )
+    link = Link(latency_seconds=1e-6, bandwidth_bytes_per_second=1e9)
+    return NodeGroup(name=name, device=device, nodes=1, devices_per_node=devices, intra_node=link, inter_node=link)
 
 
 @pytest.fixture
@@ -71,6 +90,45 @@ def test_several_stages_of_a_slow_rank_lose_layers(
     assert found.seconds_then == pytest.approx(min(map(seconds, every)))
     assert found.seconds_then < found.seconds_now
     assert found.plan.layout == plan.layout
+    carried = found.plan.request.profile
+    assert carried is not None
+    assert check(found.plan, carried).ok
+
+
+@pytest.mark.parametrize("slowdown", [(1, 2), (2, 1), (3, 1)])
+@pytest.mark.parametrize("shares", [None, (5, 3)])
+def test_ranks_on_different_devices_lose_layers(slowdown: tuple[float, ...], shares: tuple[int, int] | None) -> None:
+    """Of a model that is counted: as fast as the best of all partitions, where two nodes of a third are not used; of
+    equal shares of the batch and of unequal ones."""
+    model = profile(layer(parameters=10, activation=5000, flops=30000) * 8)
+    model = as_counted(model.model_copy(update={"layers": tuple(map(with_operations, model.layers))}))
+    slow, fast, unused = (group(name, flops, 2) for name, flops in (("slow", 1e5), ("fast", 3e5), ("unused", 1e2)))
+    fixed: dict[str, Any] = {"pipeline_parallel_degree": 2, "data_parallel_degree": 2, "schedule": "1f1b"}
+    step = job(8, micro_batch_size=1, **fixed)
+    cluster = Cluster(node_groups=(slow, fast, unused))
+    plan = search_plan(make_request(model, cluster, step), model)
+    assert isinstance(plan, Plan)
+    assert len(plan.cluster.node_groups) == 2
+    if shares is not None:
+        layout = PredictionLayout(**{**plan.layout.model_dump(), "micro_batch_shares": shares})
+        given = plan_layout(make_request(model, plan.cluster, step), model, layout)
+        assert isinstance(given, Plan)
+        plan = given
+
+    def seconds(counts: tuple[int, ...]) -> float:
+        layout = PredictionLayout(**plan.layout.model_dump(), layers_per_stage=counts)
+        return predict(slowed(model, counts, slowdown), plan.cluster, step, layout).prediction.step_seconds
+
+    now = seconds(tuple(len(stage.layers) for stage in plan.stages))
+    best = min(seconds((first, 8 - first)) for first in range(1, 8))
+    found = rebalanced(plan, model, slowdown)
+    if slowdown == (1, 2):
+        assert (found, best) == (None, now), "the slow device has one layer already"
+        return
+    assert found is not None
+    assert (found.seconds_now, found.seconds_then) == (now, best)
+    assert best < now
+    assert found.plan.cluster == plan.cluster
     carried = found.plan.request.profile
     assert carried is not None
     assert check(found.plan, carried).ok
