@@ -159,6 +159,13 @@ class ModelSource:
 
         return derive(self)
 
+    @cached_property
+    def sequence_refusal(self) -> str:
+        """Why tensor-parallel ranks cannot share out the tokens between their regions; empty where they can."""
+        from profiler.sequence_parallel import find_refusal
+
+        return find_refusal(self)
+
     def expert_parallel_degrees(self) -> tuple[int, ...]:
         """Degrees that the model's experts can be shared out by; (1,) where it has none."""
         from profiler.expert_parallel import degrees
@@ -167,9 +174,7 @@ class ModelSource:
 
     def can_split_sequences(self) -> bool:
         """Can tensor-parallel ranks share out the tokens between their regions? (`profiler.sequence_parallel`)"""
-        from profiler.sequence_parallel import refusal
-
-        return not refusal(self)
+        return not self.sequence_refusal
 
     @cached_property
     def digest(self) -> str:

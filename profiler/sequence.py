@@ -39,6 +39,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from planner.errors import UnsupportedError
 from profiler.models import ModelSource
+from profiler.split_tensor import SplitTensor
 from profiler.transformer_cut import TransformerChain, meta_friendly
 
 Gather = Callable[[Tensor], Tensor]
@@ -140,6 +141,8 @@ class PastKeys:
         return self._join(key_states, layer_idx, KEYS), self._join(value_states, layer_idx, VALUES)
 
     def _join(self, states: Tensor, layer: int, kind: int) -> Tensor:
+        if isinstance(states, SplitTensor):  # by heads: a rank's are joined with its own
+            return states.like(self._join(states.local, layer, kind))
         if self._kept.gather is not None:
             states = self._kept.gather(states)
         if not self._piece.is_alone:

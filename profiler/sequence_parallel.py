@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from profiler import tensor_parallel
 from profiler.expert_parallel import experts_of
-from profiler.tensor_parallel import COLUMN_STYLES, ROW_STYLES
+from profiler.tensor_parallel import COLUMN_STYLES, DERIVED_ROWS, ROW_STYLES, is_derived, sections_of
 from profiler.transformer_cut import TransformerChain, hidden_argument
 
 if TYPE_CHECKING:
@@ -50,6 +50,13 @@ class SequencePlan:
     """Row-wise products, whose output is summed and scattered."""
     partial: tuple[str, ...]
     """Whole on every rank, and see this rank's tokens only."""
+    is_derived: bool = False
+    """Row-wise products scatter their output themselves, and what is entered is a plain tensor."""
+
+    @property
+    def left_by_hooks(self) -> tuple[str, ...]:
+        """Those of `left` whose output is still to be scattered."""
+        return () if self.is_derived else self.left
 
     @classmethod
     def of(cls, stage: nn.Module, blocks_name: str, styles: Mapping[str, str]) -> SequencePlan:
@@ -60,15 +67,16 @@ class SequencePlan:
         """
         inside = {name: style for name, style in styles.items() if name.startswith(f"{blocks_name}.")}
         owners = {name for name in _owners(stage) if name.startswith(f"{blocks_name}.")} - set(experts_of(stage))
-        rows = tuple(name for name, style in inside.items() if style in ROW_STYLES)
+        rows = tuple(name for name, style in inside.items() if style in ROW_STYLES or style == DERIVED_ROWS)
         parents = dict.fromkeys(name.rpartition(".")[0] for name in rows)
         regions = tuple(parent for parent in parents if all(name in inside for name in _below(parent, owners)))
         loose = tuple(
             name
             for name, style in inside.items()
-            if style in COLUMN_STYLES and not any(_is_below(name, region) for region in regions)
+            if (style in COLUMN_STYLES or sections_of(style)) and not any(_is_below(name, region) for region in regions)
         )
-        return cls(regions + loose, rows, tuple(sorted(owners - set(inside))))
+        derived = any(map(is_derived, inside.values()))
+        return cls(regions + loose, rows, tuple(sorted(owners - set(inside))), derived)
 
 
 def _owners(stage: nn.Module) -> Iterator[str]:
@@ -87,16 +95,23 @@ def _is_below(name: str, parent: str) -> bool:
 
 def refusal(source: ModelSource) -> str:
     """Why the model cannot be sequence-parallel; empty where it can."""
+    return source.sequence_refusal
+
+
+def find_refusal(source: ModelSource) -> str:
+    """As `refusal`, which remembers what is found."""
     styles = tensor_parallel.plan(source)
     if not styles:
         return "nobody told how to split it over tensor-parallel ranks"
-    if any(map(tensor_parallel.is_derived, styles.values())):
-        return "its tensor-parallel split is derived"
     chain = source.cut().chain
     if not isinstance(chain, TransformerChain):
         return "it is no chain of blocks that hand on one hidden tensor"
     blueprint = source.blueprint
     plan = SequencePlan.of(blueprint, chain.blocks_name, tensor_parallel.split_modules(blueprint, styles))
+    if plan.is_derived:
+        alone = sorted(set(plan.entered) & set(styles))
+        if alone:
+            return f"its module {alone[0]!r} reads the hidden tensor beside others that are whole"
     mixtures = {name.rpartition(".")[0] for name in experts_of(blueprint)}
     beside = {name for name in mixtures if name.rpartition(".")[0] != chain.blocks_name}
     for name in plan.partial:
@@ -104,6 +119,22 @@ def refusal(source: ModelSource) -> str:
             continue
         if any(each.dim() > 1 for each in blueprint.get_submodule(name).parameters(recurse=False)):
             return f"its module {name!r} stands whole between the tensor-parallel regions and is no norm"
+    return _stumbling(source) if plan.is_derived else ""
+
+
+def _stumbling(source: ModelSource) -> str:
+    """What hinders the code behind the products of regions that were derived from working on a part of the tokens."""
+    from profiler.count import Counter
+    from profiler.splits import Split
+
+    ranks, counter = source.tensor_parallel_degrees()[1], Counter(source, "fp32")
+    try:
+        for kind in counter.representatives:
+            counter.count(kind, 2, 2 * ranks, Split(ranks, sequence=True))
+    except Exception as error:  # any: it is the model's code
+        return (
+            f"its blocks do not run on a part of their tokens: {(str(error) or type(error).__name__).splitlines()[0]}"
+        )
     return ""
 
 

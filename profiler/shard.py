@@ -133,7 +133,8 @@ def shard(
     for name, style in styles.items():
         module = stage.get_submodule(name)
         if is_derived(style):
-            _split_derived(module, sections_of(style), _DerivedRanks(degree, exchanges))
+            ranks = _DerivedRanks(degree, exchanges, sequence=name in in_regions)
+            _split_derived(module, sections_of(style), ranks)
         elif style in REPLICATED_STYLES:
             _share_gradients(module, exchanges)
         elif not isinstance(module, nn.Linear):
@@ -160,16 +161,29 @@ class _DerivedRanks:
     ranks: int
     exchanges: Exchanges
     rank: int = 0
+    sequence: bool = False
+
+    def read(self, whole: Tensor) -> Tensor:
+        """See `profiler.split_tensor.Ranks`."""
+        return whole if self.sequence else self.enter(whole)
+
+    def leave(self, partial: Tensor) -> Tensor:
+        """See `profiler.split_tensor.Ranks`."""
+        if self.sequence:
+            self.exchanges.add_both("reduce_scatter", "all_gather", partial)
+            part: Tensor = collectives.Leave.apply(partial, self.ranks, DIMENSION)  # type: ignore[no-untyped-call]
+            return part
+        self.exchanges.add("forward", "all_reduce", partial)
+        return partial
+
+    def add(self, whole: Tensor) -> Tensor:
+        """See `profiler.split_tensor.Ranks`."""
+        return self.enter(whole) if self.sequence else whole
 
     def enter(self, whole: Tensor) -> Tensor:
         """See `profiler.split_tensor.Ranks`."""
         self.exchanges.add_column_input(whole)
         return whole
-
-    def leave(self, partial: Tensor) -> Tensor:
-        """See `profiler.split_tensor.Ranks`."""
-        self.exchanges.add("forward", "all_reduce", partial)
-        return partial
 
     def take(self, whole: Tensor, dimension: int, sections: int) -> Tensor:
         """See `profiler.split_tensor.Ranks`."""
@@ -305,7 +319,7 @@ def _share_sequence(
         return whole
 
     enter_regions(layer, plan.entered, enter)
-    for name in plan.left:
+    for name in plan.left_by_hooks:
         layer.get_submodule(name).register_forward_hook(leave)
     split_borders(layer, chain, range(index, index + 1), parts=degree, split=split, gather=gather)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from profiler.split_products import Entered, split_columns, split_rows
@@ -72,25 +72,40 @@ class _Take(torch.autograd.Function):
 
 
 class GroupRanks:
-    """A real group; see `profiler.split_tensor.Ranks`."""
+    """A real group; see `profiler.split_tensor.Ranks`.
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh = mesh
+    Args:
+        sequence: with sequence parallelism: `planner.executor.sequence_parallel` enters regions.
+    """
+
+    def __init__(self, mesh: DeviceMesh, *, sequence: bool = False) -> None:
+        self._mesh, self._sequence = mesh, sequence
         self.rank, self.ranks = mesh.get_local_rank(), mesh.size()
         self._entered = Entered()
 
-    def enter(self, whole: Tensor) -> Tensor:
+    def read(self, whole: Tensor) -> Tensor:
         """See `profiler.split_tensor.Ranks`; what several products of a region read enters once."""
-        if not (whole.requires_grad and torch.is_grad_enabled()):
-            return whole
-        made: Tensor = self._entered.once(whole, lambda each: _Enter.apply(each, self._mesh))  # type: ignore[no-untyped-call]
-        return made
+        return whole if self._sequence else self._entered.once(whole, self.enter)
 
     def leave(self, partial: Tensor) -> Tensor:
         """See `profiler.split_tensor.Ranks`."""
         self._entered.forget()
+        if self._sequence:
+            spread = DTensor.from_local(partial, self._mesh, [Partial()], run_check=False)
+            return spread.redistribute(placements=[Shard(partial.dim() - 2)]).to_local()
         summed: Tensor = _Leave.apply(partial, self._mesh)  # type: ignore[no-untyped-call]
         return summed
+
+    def add(self, whole: Tensor) -> Tensor:
+        """See `profiler.split_tensor.Ranks`."""
+        return self.enter(whole) if self._sequence else whole
+
+    def enter(self, whole: Tensor) -> Tensor:
+        """See `profiler.split_tensor.Ranks`."""
+        if not (whole.requires_grad and torch.is_grad_enabled()):
+            return whole
+        entered: Tensor = _Enter.apply(whole, self._mesh)  # type: ignore[no-untyped-call]
+        return entered
 
     def take(self, whole: Tensor, dimension: int, sections: int) -> Tensor:
         """See `profiler.split_tensor.Ranks`."""
@@ -142,13 +157,14 @@ def _hold(mesh: DeviceMesh, parameter: nn.Parameter, dimension: int, sections: i
     return nn.Parameter(spread, parameter.requires_grad)
 
 
-def split_derived(stage: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh) -> None:
+def split_derived(stage: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh, *, sequence: bool = False) -> None:
     """Leave a rank's part of the modules that are split as derived (`profiler.derive_split`), in place.
 
     Args:
         styles: by qualified name; modules of other styles are left as they are.
+        sequence: with sequence parallelism.
     """
-    ranks = GroupRanks(mesh)
+    ranks = GroupRanks(mesh, sequence=sequence)
     for name, style in styles.items():
         if not is_derived(style):
             continue

@@ -92,7 +92,7 @@ def split_columns(module: nn.Module, sections: int, ranks: Ranks, hold: Hold) ->
 def _columns(module: nn.Module, product: Product, sections: int, ranks: Ranks, input: Tensor) -> SplitTensor:
     if isinstance(input, SplitTensor):
         raise NoRuleError("a column-wise product of a split tensor")
-    made = product.run(module, ranks.enter(input), *_parameters(module))
+    made = product.run(module, ranks.read(input), *_parameters(module))
     return SplitTensor(made, product.features, ranks, sections)
 
 
@@ -109,7 +109,7 @@ def _rows(module: nn.Module, product: Product, ranks: Ranks, input: Tensor) -> T
         raise NoRuleError("a row-wise product of a tensor whose features are not split")
     weight, bias = _parameters(module)
     summed = ranks.leave(product.run(module, input.local, weight, None))
-    return summed if bias is None else summed + bias.view(-1, *(1,) * (-product.features - 1))
+    return summed if bias is None else summed + ranks.add(bias).view(-1, *(1,) * (-product.features - 1))
 
 
 def reads_split_features(product: Product, input: SplitTensor) -> bool:

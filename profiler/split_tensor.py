@@ -33,11 +33,19 @@ class Ranks(Protocol):
     def ranks(self) -> int:
         """How many they are."""
 
-    def enter(self, whole: Tensor) -> Tensor:
-        """The tensor itself; its gradients, partial sums, are added up over the group (Shoeybi et al. 2019's f)."""
+    def read(self, whole: Tensor) -> Tensor:
+        """What column-wise products read: the tensor itself; its gradients, partial sums, are added up over the group
+        (Shoeybi et al. 2019's f), or, with sequence parallelism, where the region is entered."""
 
     def leave(self, partial: Tensor) -> Tensor:
-        """The sum over the group; the gradient goes to every rank as it is (their g)."""
+        """What row-wise products give: the sum over the group (their g); with sequence parallelism this rank's tokens
+        of it."""
+
+    def add(self, whole: Tensor) -> Tensor:
+        """A bias that is added to what `leave` gives."""
+
+    def enter(self, whole: Tensor) -> Tensor:
+        """A whole tensor that meets a split one: itself; its gradients, partial sums, are added up over the group."""
 
     def take(self, whole: Tensor, dimension: int, sections: int) -> Tensor:
         """This rank's part; its gradients are gathered."""

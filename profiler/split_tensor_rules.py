@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from profiler.split_tensor import IndivisibleError, NoRuleError, SplitTensor
@@ -150,7 +151,10 @@ def _attention(
             raise IndivisibleError("heads of keys and values that cannot be shared out")
         return like.ranks.take(each, dimension % each.dim(), like.sections)
 
-    mask = local_part(attn_mask, like if not enable_gqa else _of_query(query), dimension)
+    if isinstance(attn_mask, CausalBias):  # by numbers of tokens alone
+        mask: Any = attn_mask
+    else:
+        mask = local_part(attn_mask, like if not enable_gqa else _of_query(query), dimension)
     drops = (args[0] if args else kwargs.get("dropout_p", 0.0)) > 0.0
     with like.ranks.drawing(like.local.device) if drops else nullcontext():
         made = func(part(query), part(key), part(value), mask, *args, **kwargs)

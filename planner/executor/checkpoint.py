@@ -54,7 +54,8 @@ from planner.executor.checkpoint_folder import (
 from planner.executor.mesh import Mesh
 from planner.executor.optimizer import COUNTER
 from planner.executor.settings import CheckpointPolicy
-from planner.executor.stored_pieces import ReadPieces, StoredPiece, WritePieces
+from planner.executor.sharding import local
+from planner.executor.stored_pieces import ReadPieces, StoredPiece, WritePieces, is_sectioned
 from planner.spec.plan import Plan
 from profiler.models import ModelSource
 
@@ -176,8 +177,9 @@ class Checkpoints:
     def _parameters(self) -> StoredState:
         shards = self._part.optimizer.shards
         pieces = None if shards is None else shards.stored_parameters()
-        whole = {name: value.detach() for name, value in self._part.module.named_parameters()}
-        return {**whole} if pieces is None else {**pieces}
+        if pieces is not None:
+            return {**pieces}
+        return {name: _as_boxes(value.detach()) for name, value in self._part.module.named_parameters()}
 
     def _stored(self, name: str, states: State) -> StoredState:
         """A parameter's states under their names in the checkpoint, as parts of whole ones."""
@@ -190,7 +192,7 @@ class Checkpoints:
                 return shards.stored(name, value)
             # Offloaded states are plain tensors of the host, whatever they are parts of.
             is_part = isinstance(tensor, DTensor) and not isinstance(value, DTensor)
-            return StoredPiece.of_rank(tensor, value) if is_part else value
+            return StoredPiece.of_rank(tensor, value) if is_part else _as_boxes(value)
 
         return {f"optimizer.{self._name(name)}.{key}": stored(key, value) for key, value in states.items()}
 
@@ -267,6 +269,11 @@ class Checkpoints:
 
 def _empty(facts: TensorStorageMetadata) -> torch.Tensor:
     return torch.empty(facts.size, dtype=facts.properties.dtype)
+
+
+def _as_boxes(value: torch.Tensor) -> torch.Tensor | StoredPiece:
+    """A tensor as DCP can store it: it takes DTensors whose parts are one box each."""
+    return StoredPiece.of_rank(value, local(value)) if is_sectioned(value) else value
 
 
 def _cause(error: BaseException) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from planner.errors import UnsupportedError
 from profiler.models import ModelSource
@@ -46,7 +46,9 @@ def read_once(stage: nn.Module, source: ModelSource, styles: dict[str, str], mes
     def enter(hidden: torch.Tensor) -> DTensor:
         return DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
 
-    enter_regions(stage, SequencePlan.of(stage, chain.blocks_name, styles).entered, enter)
+    where = SequencePlan.of(stage, chain.blocks_name, styles)
+    if not where.is_derived:  # else they remember what they have read (`profiler.split_products.Entered`)
+        enter_regions(stage, where.entered, enter)
 
 
 def share_sequence(stage: nn.Module, source: ModelSource, layers: range, where: SequencePlan, mesh: DeviceMesh) -> None:
@@ -58,6 +60,10 @@ def share_sequence(stage: nn.Module, source: ModelSource, layers: range, where: 
         """The gradients of the products that read it are partial sums, added up as such and scattered once."""
         return _shard(part, mesh).redistribute(placements=[Replicate()])
 
+    def enter_derived(part: torch.Tensor) -> torch.Tensor:
+        """Likewise, for a region that was derived, whose products take plain tensors."""
+        return enter(part).to_local(grad_placements=[Partial()])
+
     def split(whole: torch.Tensor) -> torch.Tensor:
         replicated = DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
         return replicated.redistribute(placements=[Shard(DIMENSION % whole.dim())]).to_local()
@@ -65,7 +71,7 @@ def share_sequence(stage: nn.Module, source: ModelSource, layers: range, where: 
     def gather(part: torch.Tensor) -> torch.Tensor:
         return enter(part).to_local()
 
-    enter_regions(stage, where.entered, enter)
+    enter_regions(stage, where.entered, enter_derived if where.is_derived else enter)
     split_borders(stage, chain, layers, parts=mesh.size(), split=split, gather=gather)
 
 

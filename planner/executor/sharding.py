@@ -51,7 +51,7 @@ def shard_tensors(
     if sequence is not None:
         partial += [each for name in sequence.partial for each in stage.get_submodule(name).parameters(recurse=False)]
     derived = {name: style for name, style in plan.items() if is_derived(style)}
-    split_derived(stage, derived, mesh.tensor_mesh)
+    split_derived(stage, derived, mesh.tensor_mesh, sequence=sequence is not None)
     for name, style in plan.items():
         module = stage.get_submodule(name)
         if name in derived or next(module.parameters(recurse=False), None) is None:

@@ -18,11 +18,13 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from planner.executor.flat import Piece
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes."""
+_Offsets = tuple[int, ...]
 
 
 def boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
@@ -60,6 +62,10 @@ class StoredPiece:
     offsets: tuple[int, ...]
     """Of that tensor in the whole one: it may be a tensor-parallel rank's."""
     whole: tuple[int, ...]
+    dimension: int = 0
+    sections: int = 1
+    """Of that dimension of the whole tensor, one behind the other: the rank's has a part of each (a packed product of
+    queries, keys and values)."""
 
     @classmethod
     def of(cls, piece: Piece, values: torch.Tensor) -> StoredPiece:
@@ -75,9 +81,25 @@ class StoredPiece:
         begin, flat = 0, self.values.view(-1)
         for offsets, sizes in boxes(self.start, self.start + flat.numel(), self.shape):
             end = begin + prod(sizes)
-            place = torch.Size(mine + box for mine, box in zip(self.offsets, offsets, strict=True))
-            yield ChunkStorageMetadata(place, torch.Size(sizes)), flat[begin:end].view(sizes)
+            for place, part in self._by_section(offsets, flat[begin:end].view(sizes)):
+                at = torch.Size(mine + box for mine, box in zip(self.offsets, place, strict=True))
+                yield ChunkStorageMetadata(at, part.shape), part
             begin = end
+
+    def _by_section(
+        self, offsets: tuple[int, ...], box: torch.Tensor
+    ) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+        """A box of the rank's tensor as boxes that lie in one section each, at the places that they would have if the
+        whole tensor were the rank's part and what other ranks have behind each section."""
+        if self.sections == 1:
+            yield offsets, box
+            return
+        held, apart = (shape[self.dimension] // self.sections for shape in (self.shape, self.whole))
+        start, stop = offsets[self.dimension], offsets[self.dimension] + box.shape[self.dimension]
+        for section in range(start // held, -(-stop // held)):
+            first, last = max(start, section * held), min(stop, (section + 1) * held)
+            place = (*offsets[: self.dimension], first + section * (apart - held), *offsets[self.dimension + 1 :])
+            yield place, box.narrow(self.dimension, first - start, last - first)
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
         properties, size = TensorProperties.create_from_tensor(self.values), torch.Size(self.whole)
@@ -93,12 +115,24 @@ class StoredPiece:
         return next(part for chunk, part in self._parts() if chunk.offsets == index.offset)
 
 
-def _place_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Shape of this rank's part, its offsets in the whole tensor, and the shape of that."""
-    shape, offsets = tuple(tensor.shape), (0,) * tensor.dim()
-    if isinstance(tensor, DTensor):
-        shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return shape, offsets, tuple(tensor.shape)
+def _place_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], _Offsets, tuple[int, ...], int, int]:
+    """Shape of this rank's part, its offsets in the whole tensor, the shape of that, and of which dimension the part is
+    one of each of how many sections."""
+    shape, whole = tuple(tensor.shape), tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return shape, (0,) * tensor.dim(), whole, 0, 1
+    if not is_sectioned(tensor):
+        shape, offsets = compute_local_shape_and_global_offset(whole, tensor.device_mesh, tensor.placements)
+        return shape, offsets, whole, 0, 1
+    (placement,), shape = tensor.placements, tuple(tensor.to_local().shape)
+    dimension, sections = placement.dim, placement.split_factor
+    first = tensor.device_mesh.get_local_rank() * (shape[dimension] // sections)
+    return shape, tuple(first if each == dimension else 0 for each in range(len(shape))), whole, dimension, sections
+
+
+def is_sectioned(tensor: torch.Tensor) -> bool:
+    """Is it a DTensor of which every rank has a part of each of several sections?"""
+    return isinstance(tensor, DTensor) and isinstance(tensor.placements[0], _StridedShard)
 
 
 class WritePieces(DefaultSavePlanner):

@@ -75,6 +75,7 @@ T5 = {
 }
 # Split as derived; attention, which every rank would drop by random numbers of its own, drops nothing here.
 GPT2_SPLIT = {**GPT2, "attn_pdrop": 0.0}
+GPT2_STILL = {**GPT2_SPLIT, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 T5_SPLIT = {**T5, "d_ff": 32, "dropout_rate": 0.0, "feed_forward_proj": "gated-gelu"}
 BERT = {
     "model_type": "bert",
@@ -107,6 +108,7 @@ CONFIGS = {
     "t5": T5,
     "gpt2": GPT2,
     "gpt2-split": GPT2_SPLIT,
+    "gpt2-still": GPT2_STILL,
     "t5-split": T5_SPLIT,
     "bert": BERT,
     "vit": VIT,

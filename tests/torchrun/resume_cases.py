@@ -144,6 +144,21 @@ def experts(folder: Path) -> dict[str, Any]:
     return {"straight": straight.losses, "losses": losses}
 
 
+def packed(folder: Path) -> dict[str, Any]:
+    """8 steps of a model whose queries, keys and values are packed on replicas; 2 each on tensor-parallel ranks, of
+    which every one has a part of each: without ZeRO, on replicas, on twice as many, and in ZeRO 3."""
+    runs = Runs("gpt2-still", folder)
+    replicas: dict[str, Any] = {"sizes": (6,), "data": 4, "micro_batches": 1}
+    spread = {**replicas, "data": 2, "tensor": 2, "micro_batches": 2}
+    straight, _ = runs.train(replicas, 8)
+    losses: list[float] = []
+    wider = {**replicas, "data": 1, "tensor": 4, "micro_batches": 4}
+    for steps, layout in {2: spread, 4: replicas, 6: wider, 8: {**spread, "zero": 3}}.items():
+        measured, _ = runs.train(layout, steps, runs.policy("kept", resume=bool(losses)))
+        losses += measured.losses
+    return {"straight": straight.losses, "losses": losses}
+
+
 def _refusals(runs: Runs, folder: Path) -> dict[str, str]:
     layout = LAYOUTS["dp4"]
     policy = runs.policy("moved", resume=True)
@@ -204,6 +219,7 @@ def main() -> int:
         "other_layouts": other_layouts(output.parent / "layouts"),
         "sharded": sharded(output.parent / "sharded"),
         "experts": experts(output.parent / "experts"),
+        "packed": packed(output.parent / "packed"),
         "scaled_losses": scaled_losses(output.parent / "scaled"),
     }
     if dist.get_rank() == 0:

@@ -65,6 +65,12 @@ def test_experts_move_between_layouts(results: dict[str, Any]) -> None:
     assert runs["losses"] == pytest.approx(runs["straight"], abs=TOLERANCE)
 
 
+def test_parts_of_packed_products_move_between_layouts(results: dict[str, Any]) -> None:
+    """Checkpoints hold whole parameters, whatever the ranks have of queries, keys and values that stand in one."""
+    runs = results["packed"]
+    assert runs["losses"] == pytest.approx(runs["straight"], abs=TOLERANCE)
+
+
 def test_shards_of_replicas_move_between_layouts(results: dict[str, Any]) -> None:
     """Hybrid ZeRO 3, ZeRO 1 in stages with uneven shares, ZeRO 3 beside shards, hybrid ZeRO 1: one training."""
     runs = results["sharded"]
