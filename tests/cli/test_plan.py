@@ -49,6 +49,22 @@ def test_the_same_question_has_the_same_id(planner: Command, question: list[str]
     assert isinstance(first.request, PlanRequest)
 
 
+def test_an_order_of_its_own(planner: Command, question: list[str], tmp_path: Path) -> None:
+    """`--fix schedule=synthesized` makes a plan that holds, can be drawn, and whose layout can be asked for again."""
+    path, layout = tmp_path / "plan.json", tmp_path / "layout.json"
+    fixed = ("--fix", "schedule=1f1b,synthesized", "--fix", "pipeline_parallel_degree=2", "--fix", "recompute=none")
+    assert planner("plan", *question, *fixed, "-o", path).code == 0
+    plan = parse(Plan, json.loads(path.read_text()))
+    assert plan.layout.schedule == "synthesized"
+    assert any(text.startswith("0I") for text in plan.actions[0])
+    assert planner("check", path).code == 0
+    assert planner("timeline", path, "-o", tmp_path / "plan.svg").code == 0
+    layout.write_text(plan.layout.model_dump_json())
+    told = planner("predict", *question, "--layout", layout, "--explain", "--json").json
+    assert told["prediction"]["step_seconds"] == plan.prediction.step_seconds
+    assert tuple(map(tuple, told["actions"])) == plan.actions
+
+
 @pytest.mark.parametrize(
     ("fixed", "holds"),
     [

@@ -87,7 +87,7 @@ def small_instances(draw: st.DrawFn) -> tuple[Instance, list[tuple[int, int]]]:
 @settings(max_examples=8, deadline=None)
 @given(small_instances())
 def test_the_plan_is_the_best_order_of_all(case: tuple[Instance, list[tuple[int, int]]]) -> None:
-    """No order of any layout that fits is faster, tails included, and that is proven; without one that fits, no plan."""
+    """No order of any layout that fits is faster, tails included, and that is proven; if none fits, no plan."""
     instance, every = case
     fitting = [nanoseconds for nanoseconds, peak in every if peak <= memory_of(instance)]
     answer = plan(request(instance.profile, instance.cluster, instance.job, top=0), instance.profile)
@@ -188,7 +188,7 @@ def test_what_was_found_can_be_asked_for_again(fixed: dict[str, Any]) -> None:
 
 
 def test_what_is_not_proven_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without CP-SAT a known order is taken, its gap to the bound of all orders told, and the layout counted as open."""
+    """Without CP-SAT a known order is taken, its gap to the bound of all told, and the layout counted as open."""
     step = job(16, schedule=SYNTHESIZED, pipeline_parallel_degree=4, virtual_stages_per_rank=1, recompute="none")
     memory = _tight_bytes()
     proven = found(UNEVEN, step, memory_bytes=memory, top=0)
