@@ -47,6 +47,14 @@ class PlannerApart:
         """See `planner.executor.weigh.Rebalancer`."""
         return self._pool.submit(_rebalance, plan, tuple(slowdown)).result()
 
+    def replica_seconds(self, plan: Plan) -> tuple[float, ...]:
+        """See `planner.executor.weigh.Rebalancer`."""
+        return self._pool.submit(_replica_seconds, plan).result()
+
+    def reshare(self, plan: Plan, slowdown: Sequence[float]) -> Rebalanced | None:
+        """See `planner.executor.weigh.Rebalancer`."""
+        return self._pool.submit(_reshare, plan, tuple(slowdown)).result()
+
 
 _PLANNERS: list[NodeReplanner] = []
 """Of the planner's own process."""
@@ -67,6 +75,14 @@ def _busy_seconds(plan: Plan) -> tuple[float, ...]:
 
 def _rebalance(plan: Plan, slowdown: tuple[float, ...]) -> Rebalanced | None:
     return _PLANNERS[0].rebalance(plan, slowdown)
+
+
+def _replica_seconds(plan: Plan) -> tuple[float, ...]:
+    return _PLANNERS[0].replica_seconds(plan)
+
+
+def _reshare(plan: Plan, slowdown: tuple[float, ...]) -> Rebalanced | None:
+    return _PLANNERS[0].reshare(plan, slowdown)
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -38,7 +38,7 @@ def rebalanced(plan: Plan, profile: ModelProfile, slowdown: Sequence[float]) -> 
     """
     from planner.search import make_request, plan_layout, predict
 
-    rows = _priced(profile, plan)
+    rows = priced_rows(profile, plan)
     cluster, job = plan.cluster, plan.request.job
     of_stages = [slowdown[stage.pipeline_rank] for stage in plan.stages]
 
@@ -74,7 +74,7 @@ def _neighbours(counts: Counts) -> Iterator[Counts]:
             yield tuple(moved)
 
 
-def _priced(profile: ModelProfile, plan: Plan) -> ModelProfile:
+def priced_rows(profile: ModelProfile, plan: Plan) -> ModelProfile:
     """With seconds in every row, where all devices are equal, and no rows but those of the plan's micro-batches and
     shards."""
     from planner.cost import price

@@ -13,6 +13,7 @@ from typing import Any
 
 from planner.cli.inputs import profile_behind
 from planner.cli.rebalance import rebalanced
+from planner.cli.reshare import replica_seconds, reshared, stage_seconds
 from planner.cli.service import WAIT_SECONDS, exchange
 from planner.errors import PlannerError, RunError, UnsupportedError
 from planner.executor.roster import Roster, check_groups
@@ -28,7 +29,7 @@ Search = Callable[[Cluster], Plan | Infeasible]
 
 
 class PlanRebalancer:
-    """Partitions for ranks of unequal speed; see `planner.executor.weigh.Rebalancer`.
+    """Partitions and shares for ranks of unequal speed; see `planner.executor.weigh.Rebalancer`.
 
     Args:
         plan: that the run began with.
@@ -41,6 +42,9 @@ class PlanRebalancer:
         """Predicted seconds of every pipeline rank's actions in one step."""
         from planner.search import account
 
+        profile = plan.request.profile or self._profile
+        if plan.replicas_differ:
+            return stage_seconds(plan, profile)
         forecast = Forecast(
             layout=plan.layout,
             micro_batches=plan.micro_batches,
@@ -49,14 +53,20 @@ class PlanRebalancer:
             actions=plan.actions,
             fits=True,
         )
-        profile = plan.request.profile or self._profile
         found = account(profile, plan.cluster, plan.request.job, forecast)
         return tuple(rank.work_seconds for rank in found.ranks)
 
     def rebalance(self, plan: Plan, slowdown: Sequence[float]) -> Rebalanced | None:
         """A faster partition for ranks of unequal speed: see `planner.cli.rebalance`."""
-        profile = plan.request.profile or self._profile
-        return rebalanced(plan, profile, slowdown)
+        return rebalanced(plan, plan.request.profile or self._profile, slowdown)
+
+    def replica_seconds(self, plan: Plan) -> tuple[float, ...]:
+        """Predicted seconds of every data-parallel rank's actions in one step, the mean over its stages."""
+        return replica_seconds(plan, plan.request.profile or self._profile)
+
+    def reshare(self, plan: Plan, slowdown: Sequence[float]) -> Rebalanced | None:
+        """Faster shares of the batch for replicas of unequal speed: see `planner.cli.reshare`."""
+        return reshared(plan, plan.request.profile or self._profile, slowdown)
 
 
 class Replanner(PlanRebalancer):

@@ -1,6 +1,7 @@
-"""Whether pipeline ranks have become slower than others, against the plan: told from noise. Torch-free.
+"""Whether pipeline ranks, or replicas, have become slower than others, against the plan: told from noise. Torch-free.
 
-    (R1)  ratio of a pipeline rank in a step = measured / predicted seconds of its actions
+    (R1)  ratio of a rank in a step = measured / predicted seconds of its actions; of a pipeline rank, the mean over its
+          replicas; of a data-parallel rank, the mean over its stages
     (R2)  drift of a rank = median of its ratios over a look's steps / median of all ranks' medians
     (R3)  noise of a median of n ratios = 1.2533 x 1.4826 x median absolute deviation / sqrt(n)
           the standard error of the median of normal samples, by their robust deviation
@@ -24,7 +25,7 @@ WARM_UP_STEPS = 2
 LOOK_STEPS = 8
 """That a look takes in: those since the look before."""
 DRIFT = 1.2
-"""From here on a pipeline rank is slow. What several ranks of one machine differ by is less."""
+"""From here on a rank is slow. What several ranks of one machine differ by is less."""
 SURE = 3.0
 """Noises that a median may be off by."""
 _MEDIAN_NOISE = 1.2533 * 1.4826
@@ -60,16 +61,16 @@ class Look:
     """What a number of steps tell."""
 
     drifts: tuple[float, ...]
-    """Of every pipeline rank: equation (R2)."""
+    """Of every rank: equation (R2)."""
     slow: frozenset[int]
-    """Pipeline ranks by equation (R4)."""
+    """Ranks by equation (R4)."""
 
 
 def look_at(steps: Sequence[Sequence[float]], predicted: Sequence[float]) -> Look:
     """What these steps tell.
 
     Args:
-        steps: measured seconds of every pipeline rank's actions, of one step after the other.
+        steps: measured seconds of every rank's actions, of one step after the other.
         predicted: the same as the plan has it.
     """
     ratios = [
@@ -83,7 +84,7 @@ def look_at(steps: Sequence[Sequence[float]], predicted: Sequence[float]) -> Loo
 
 
 class DriftWatch:
-    """Looks at the steps of a launch, now and then."""
+    """Looks at the steps of a launch, now and then: at its pipeline ranks, or at its data-parallel ones."""
 
     def __init__(self) -> None:
         self._steps: list[Sequence[float]] = []
@@ -95,8 +96,9 @@ class DriftWatch:
         self._weighed: tuple[float, ...] = ()
 
     def record(self, busy_seconds: Sequence[float]) -> None:
-        """A step is over; `busy_seconds` of every pipeline rank."""
-        self._steps.append(busy_seconds)
+        """A step is over; `busy_seconds` of every rank. One alone cannot be slower than others."""
+        if len(busy_seconds) > 1:
+            self._steps.append(busy_seconds)
 
     @property
     def is_due(self) -> bool:
@@ -104,10 +106,10 @@ class DriftWatch:
         return len(self._steps) - self._seen >= LOOK_STEPS
 
     def look(self, predicted: Sequence[float]) -> tuple[float, ...] | None:
-        """Drifts of all pipeline ranks, over both looks; None: none drifts, not yet, or only as was told before.
+        """Drifts of all ranks, over both looks; None: none drifts, not yet, or only as was told before.
 
         Args:
-            predicted: seconds of every pipeline rank's actions in a step.
+            predicted: seconds of every rank's actions in a step.
         """
         begin, self._seen = self._seen, len(self._steps)
         found = look_at(self._steps[begin : self._seen], predicted)

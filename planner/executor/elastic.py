@@ -182,7 +182,7 @@ class Elastic:
     def _on_step(self, line: StepLine) -> None:
         launch = self._launch
         assert launch is not None
-        launch.pace.record(line.step, line.loss, line.seconds, line.busy_seconds)
+        launch.pace.record(line.step, line.loss, line.seconds, line.busy_seconds, line.replica_seconds)
         self._log(str(line))
         self._warnings += [] if line.warning is None else [line.warning]
         kept = newest_step(self._checkpoints)

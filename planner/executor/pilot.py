@@ -97,7 +97,7 @@ class Pilot:
 
     def on_step(self, line: StepLine) -> None:
         """A step is over."""
-        self._pace.record(line.step, line.loss, line.seconds, line.busy_seconds)
+        self._pace.record(line.step, line.loss, line.seconds, line.busy_seconds, line.replica_seconds)
         row = {"step": line.step, "loss": line.loss, "seconds": line.seconds, "warning": line.warning}
         self._journal.write("step", launch=self._name, **row)
         if time.monotonic() - self._looked >= LOOK_SECONDS:

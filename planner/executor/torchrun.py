@@ -41,6 +41,8 @@ class StepLine:
     warning: str | None = None
     busy_seconds: Sequence[float] = ()
     """By pipeline rank."""
+    replica_seconds: Sequence[float] = ()
+    """By data-parallel rank."""
 
     @classmethod
     def parse(cls, line: str) -> StepLine | None:

@@ -44,6 +44,8 @@ class Metrics:
     """A loss spike, in words: see `planner.executor.spikes`."""
     busy_seconds: tuple[float, ...] = ()
     """By pipeline rank: in the schedule's actions, waiting apart; the mean over the ranks that share the place."""
+    replica_seconds: tuple[float, ...] = ()
+    """The same by data-parallel rank."""
 
 
 class Keeper(Protocol):
@@ -70,6 +72,7 @@ class Trainer:
         self._asked_to_stop: Callable[[], bool] = _never
         self._phase = ""
         self._busy_seconds: list[float] = []
+        self._replica_seconds: list[float] = []
         self._spikes = SpikeWatch()
         self.warnings: tuple[str, ...] = ()
         """Of the last training."""
@@ -107,7 +110,8 @@ class Trainer:
             scale = self._part.scaler.scale if self._part.scaler is not None else None
             warning = self._spikes.look(step, records[-1].loss)
             self.warnings += () if warning is None else (warning,)
-            on_step(Metrics(step, records[-1].loss, records[-1].seconds, rate, scale, warning, (*self._busy_seconds,)))
+            busy = (*self._busy_seconds,), (*self._replica_seconds,)
+            on_step(Metrics(step, records[-1].loss, records[-1].seconds, rate, scale, warning, *busy))
             if keeper is not None:
                 keeper.after_step(step + 1, last=self.stopped or step + 1 == steps)
             if self.stopped:
@@ -201,12 +205,15 @@ class Trainer:
         counts = self._part.has_last_stage and self._mesh.tensor == 0
         share = loss.double() if counts else torch.zeros_like(loss, dtype=torch.float64)
         # More numbers in the collective that every step ends with: whether this rank was told to stop, and how long
-        # it computed, at the place of its pipeline rank.
-        busy = [0.0] * self._mesh.grid.pipeline
-        busy[self._mesh.pipeline] = busy_seconds * self._mesh.grid.pipeline / self._mesh.grid.size
+        # it computed, at the places of its pipeline rank and of its data rank.
+        mesh, grid = self._mesh, self._mesh.grid
+        busy = [0.0] * (grid.pipeline + grid.data)
+        busy[mesh.pipeline] = busy_seconds * grid.pipeline / grid.size
+        busy[grid.pipeline + mesh.data] = busy_seconds * grid.data / grid.size
         total = torch.cat([share.reshape(1), share.new_tensor([float(self._asked_to_stop()), *busy])])
         dist.all_reduce(total)
-        value, votes, *self._busy_seconds = map(float, total)
+        value, votes, *busy = map(float, total)
+        self._busy_seconds, self._replica_seconds = busy[: grid.pipeline], busy[grid.pipeline :]
         self.stopped = votes > 0
         # In fp16 a loss may be infinite: its gradients overflow, the scale falls, and the step is skipped.
         if math.isnan(value) or (math.isinf(value) and self._part.scaler is None):

@@ -9,17 +9,17 @@ It moves when the steps that are left are shorter by more than the move takes:
           -> implemented in `Pace.record` and `weigh`
 
 And when stages drift from the plan, for one device is slower than the others (`planner.executor.drift`), another
-partition is asked for, and weighed alike.
+partition is asked for, or other shares of the batch, and weighed alike.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
+from typing import Literal, Protocol
 
 from planner.errors import PlannerError
 from planner.executor.drift import WARM_UP_STEPS, DriftWatch
@@ -32,7 +32,7 @@ RECENT_STEPS = 64
 
 @dataclass(frozen=True, slots=True)
 class Rebalanced:
-    """Another partition of the same layout, for pipeline ranks of unequal speed."""
+    """Another partition of the same layout, or other shares of the batch, for ranks of unequal speed."""
 
     plan: Plan
     seconds_now: float
@@ -41,13 +41,23 @@ class Rebalanced:
 
 
 class Rebalancer(Protocol):
-    """Knows how long ranks should work, and finds partitions for ranks that are slower."""
+    """Knows how long ranks should work, and finds partitions and shares for ranks that are slower."""
 
     def busy_seconds(self, plan: Plan) -> tuple[float, ...]:
         """Predicted seconds of every pipeline rank's actions in one step."""
 
     def rebalance(self, plan: Plan, slowdown: Sequence[float]) -> Rebalanced | None:
         """A faster partition where every pipeline rank takes so many times as long; None: there is none."""
+
+    def replica_seconds(self, plan: Plan) -> tuple[float, ...]:
+        """Predicted seconds of every data-parallel rank's actions in one step, the mean over its stages."""
+
+    def reshare(self, plan: Plan, slowdown: Sequence[float]) -> Rebalanced | None:
+        """Faster shares of the batch where every data-parallel rank takes so many times as long; None: there are none.
+
+        Raises:
+            UnsupportedError: the layout does not go with unequal shares.
+        """
 
 
 class Pace:
@@ -62,18 +72,34 @@ class Pace:
         self.losses: dict[int, float] = {}
         self.seconds: dict[int, float] = {}
         self.drift = DriftWatch()
+        """Of the pipeline ranks."""
+        self.replica_drift = DriftWatch()
+        """Of the data-parallel ranks."""
         self.startup_seconds = 0.0
         self.told_error = False
         """Why drift cannot be weighed; it would come again."""
         self._first_step = first_step
         self._begun = time.monotonic()
 
-    def record(self, step: int, loss: float, seconds: float, busy_seconds: Sequence[float]) -> None:
-        """A step is over."""
+    def record(
+        self,
+        step: int,
+        loss: float,
+        seconds: float,
+        busy_seconds: Sequence[float],
+        replica_seconds: Sequence[float] = (),
+    ) -> None:
+        """A step is over.
+
+        Args:
+            busy_seconds: in actions, of every pipeline rank.
+            replica_seconds: of every data-parallel rank.
+        """
         if not self.losses:
             self.startup_seconds = max(time.monotonic() - self._begun - seconds, 0.0)
         self.losses[step], self.seconds[step] = loss, seconds
         self.drift.record(busy_seconds)
+        self.replica_drift.record(replica_seconds)
 
     @property
     def trained(self) -> int:
@@ -155,37 +181,58 @@ def weigh(
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """Pipeline ranks have become slower than others."""
+    """Ranks have become slower than others."""
 
+    ranks: Literal["pipeline", "data"] = "pipeline"
+    """Along which axis: with stages of their own, or with shares of the batch."""
     ratios: tuple[float, ...] = ()
-    """Of every pipeline rank: equation (R2) of `planner.executor.drift`."""
+    """Of every such rank: equation (R2) of `planner.executor.drift`."""
     found: Rebalanced | None = None
-    """None: no other partition is faster."""
+    """None: no other partition, or shares, are faster."""
     error: str = ""
     """Why it cannot be told."""
 
+    @property
+    def faster(self) -> float:
+        """Predicted seconds of a step then / now."""
+        return 1.0 if self.found is None else self.found.seconds_then / self.found.seconds_now
+
 
 def look_for_drift(pace: Pace, planner: Rebalancer) -> Drift | None:
-    """Ask for another partition where ranks have become slow; None: they have not, it is too early to tell, or it was
-    looked at before."""
-    if pace.told_error or not pace.drift.is_due:
+    """Ask for another partition where pipeline ranks have become slow, for other shares of the batch where replicas
+    have, and take what gains more; None: none has, it is too early to tell, or it was looked at before."""
+    if pace.told_error:
         return None
+    drifts = []
     try:
-        ratios = pace.drift.look(planner.busy_seconds(pace.plan))
-        return None if ratios is None else Drift(ratios, planner.rebalance(pace.plan, ratios))
+        if pace.drift.is_due and (ratios := pace.drift.look(planner.busy_seconds(pace.plan))):
+            drifts.append(_answer("pipeline", ratios, lambda: planner.rebalance(pace.plan, ratios)))
+        if pace.replica_drift.is_due and (shares := pace.replica_drift.look(planner.replica_seconds(pace.plan))):
+            drifts.append(_answer("data", shares, lambda: planner.reshare(pace.plan, shares)))
     except PlannerError as error:
         pace.told_error = True
         return Drift(error=str(error))
+    return min(drifts, key=lambda each: each.faster, default=None)
+
+
+def _answer(
+    ranks: Literal["pipeline", "data"], ratios: tuple[float, ...], ask: Callable[[], Rebalanced | None]
+) -> Drift:
+    try:
+        return Drift(ranks, ratios, ask())
+    except PlannerError as error:
+        return Drift(ranks, ratios, error=str(error))
 
 
 def weigh_drift(pace: Pace, drift: Drift, *, step: int, steps: int) -> Weighed:
-    """Move layers away from slow ranks where it pays."""
+    """Move layers away from slow ranks, or micro-batches from slow replicas, where it pays."""
+    figures = {f"drift_of_{drift.ranks}_rank_{rank}": ratio for rank, ratio in enumerate(drift.ratios)}
     if drift.error:
-        return Weighed(decided(step, "stayed", f"drift cannot be weighed: {drift.error}", {}))
+        return Weighed(decided(step, "stayed", f"drift cannot be weighed: {drift.error}", figures))
     slow = max(range(len(drift.ratios)), key=lambda rank: drift.ratios[rank])
-    text = f"pipeline rank {slow} takes {drift.ratios[slow]:.2f} x as long as the others, against the plan"
-    figures = {f"drift_of_pipeline_rank_{rank}": ratio for rank, ratio in enumerate(drift.ratios)}
+    text = f"{drift.ranks} rank {slow} takes {drift.ratios[slow]:.2f} x as long as the others, against the plan"
     if drift.found is None:
-        return Weighed(decided(step, "stayed", f"{text}: no other partition is faster", figures))
-    faster = drift.found.seconds_then / drift.found.seconds_now
-    return weigh(pace, drift.found.plan, faster, step=step, steps=steps, reason=text, more=figures)
+        others = "no other partition is" if drift.ranks == "pipeline" else "no other shares of the batch are"
+        return Weighed(decided(step, "stayed", f"{text}: {others} faster", figures))
+    found = drift.found.plan
+    return weigh(pace, found, drift.faster, step=step, steps=steps, reason=text, more=figures)

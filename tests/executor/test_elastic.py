@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from planner.errors import DocumentError, RunError, StoppedError
+from planner.errors import DocumentError, RunError, StoppedError, UnsupportedError
 from planner.executor import elastic
 from planner.executor.elastic import Devices, Elastic, ElasticPolicy
 from planner.executor.failure import killed_ranks
@@ -57,6 +57,7 @@ class Script:
     kept: int = 0
     stopped: bool = False
     busy: tuple[float, ...] = (1.0, 1.0)
+    replicas: tuple[float, ...] = ()
 
     def torchrun(self, plan: Plan, path: Path, settings: RunSettings, folder: Path, **options: Any) -> Script:
         """In place of `Torchrun`."""
@@ -70,7 +71,8 @@ class Script:
         for step in range(self.kept, until):
             if (step + 1) % 2 == 0:
                 self.kept = step + 1
-            on_step(StepLine(step, float(step), 1.0, 1.0, busy_seconds=self.busy[: len(self.plans[-1].stages)]))
+            busy = self.busy[: len(self.plans[-1].stages)]
+            on_step(StepLine(step, float(step), 1.0, 1.0, busy_seconds=busy, replica_seconds=self.replicas))
             if self.stopped:
                 self.stopped, self.kept = False, step + 1
                 return Ended(None, StoppedError("stopped."), was_stopped=True)
@@ -88,6 +90,18 @@ class Planner:
     nothing_fits: bool = False
     rebalances: bool = True
     drifts: list[tuple[float, ...]] = field(default_factory=list)
+    reshares: bool = True
+
+    def replica_seconds(self, plan: Plan) -> tuple[float, ...]:
+        """Two replicas, of which the plan gives the second half as much."""
+        return (1.0, 0.5)
+
+    def reshare(self, plan: Plan, slowdown: Sequence[float]) -> Rebalanced | None:
+        """A quarter of the step is gained, if the layout goes with unequal shares."""
+        self.drifts.append(tuple(slowdown))
+        if not self.reshares:
+            raise UnsupportedError("unequal shares do not go with this.")
+        return Rebalanced(plan.model_copy(update={"id": "reshared"}), 4.0, 3.0)
 
     def busy_seconds(self, plan: Plan) -> tuple[float, ...]:
         """All ranks alike, but after a partition for ranks that are not."""
@@ -132,9 +146,13 @@ def train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tupl
     """Runs an elastic training of scripted launches."""
 
     def train(
-        *launches: tuple[int, Ended], steps: int = STEPS, busy: tuple[float, ...] = (1.0, 1.0), **policy: Any
+        *launches: tuple[int, Ended],
+        steps: int = STEPS,
+        busy: tuple[float, ...] = (1.0, 1.0),
+        replicas: tuple[float, ...] = (),
+        **policy: Any,
     ) -> tuple[MeasuredRun, Script]:
-        script = Script(list(launches), busy=busy)
+        script = Script(list(launches), busy=busy, replicas=replicas)
         monkeypatch.setattr(elastic, "Torchrun", script.torchrun)
         monkeypatch.setattr(elastic, "newest_step", lambda folder: script.kept)
         settings = RunSettings(model="m", steps=steps, checkpoint_dir=str(tmp_path / "kept"), checkpoint_every=2)
@@ -207,6 +225,33 @@ def test_a_slow_rank_gets_fewer_layers(train: Callable[..., tuple[MeasuredRun, S
     assert moved.figures["gain_seconds"] == pytest.approx(22 * 0.5)
     assert moved.figures["drift_of_pipeline_rank_1"] == pytest.approx(2.5)
     assert "pipeline rank 1 takes 2.50 x as long" in moved.text
+
+
+def test_a_slow_replica_gets_fewer_micro_batches(train: Callable[..., tuple[MeasuredRun, Script]]) -> None:
+    """Against the plan: the second one was to take half as long as the first."""
+    planner = Planner()
+    run, script = train((40, measured(0)), (18, measured(0)), steps=40, replicas=(1.0, 1.0), planner=planner)
+    assert planner.drifts == [pytest.approx((1.0, 2.0))]
+    (moved,) = run.decisions
+    assert (moved.kind, moved.step, script.plans[-1].id) == ("moved", 18, "reshared")
+    assert moved.text.startswith("data rank 1 takes 2.00 x as long as the others")
+    assert moved.figures["gain_seconds"] == pytest.approx(22 / 4)
+    assert moved.figures["drift_of_data_rank_1"] == pytest.approx(2.0)
+
+
+def test_layers_or_shares_whichever_gains_more(train: Callable[..., tuple[MeasuredRun, Script]]) -> None:
+    """One slow rank drifts along both axes; and where shares cannot be unequal, that is told with the figures."""
+    slow: dict[str, Any] = {"busy": (0.6, 1.5), "replicas": (1.0, 1.0), "steps": 40}
+    _, script = train((40, measured(0)), (18, measured(0)), planner=Planner(), **slow)
+    assert script.plans[-1].id == "rebalanced", "half of the step is more than a quarter"
+    _, script = train((40, measured(0)), (18, measured(0)), planner=Planner(rebalances=False), **slow)
+    assert script.plans[-1].id == "reshared"
+    only = Planner(reshares=False)
+    run, _ = train((40, measured(0)), steps=40, replicas=(1.0, 1.0), planner=only)
+    (stayed,) = run.decisions
+    assert (stayed.kind, len(only.drifts)) == ("stayed", 1)
+    assert stayed.text == "drift cannot be weighed: unequal shares do not go with this."
+    assert stayed.figures["drift_of_data_rank_1"] == pytest.approx(2.0)
 
 
 def test_no_drift_is_no_decision(train: Callable[..., tuple[MeasuredRun, Script]]) -> None:
