@@ -49,9 +49,9 @@ from planner.search.result import Candidate
 
 SOLVED_ACTIONS = 512
 """Of an order that CP-SAT is asked for; beyond, it improves none within its work. 8 ranks x 16 micro-batches: 384."""
-LAYOUT_WORK = 0.5
+LAYOUT_WORK = 0.25
 """Of CP-SAT for one layout and placement, in its deterministic time."""
-SEARCH_WORK = 4.0
+SEARCH_WORK = 2.0
 """For all whose known order is not below the incumbent."""
 
 
@@ -117,12 +117,14 @@ class Synthesized:
 
 
 def room_of(costs: LayoutCosts, stages: Sequence[StageLayers], shape: Schedule) -> Room:
-    """Bytes of a unit of every stage, and what every rank's device has left for units in flight: (M1) to (M4)."""
+    """Bytes of a unit of every stage, and what every rank's device has left for units in flight: (M1) to (M4). Nothing
+    where states overflow the host, whatever the order."""
     units = [unit_bytes(costs, stages, index) for index in range(shape.stages)]
     alone = replace(shape, micro_batches=1, sequence_chunks=1, actions=backward_first(shape.stage_ranks, 1, limit=1))
     once = stage_memory(costs, stages, alone)
     held = [sum(units[stage] for stage in shape.stages_of(row.pipeline_rank)) for row in once]
-    left = [row.capacity_bytes - row.peak_bytes + own for row, own in zip(once, held, strict=True)]
+    spare = [row.capacity_bytes - row.peak_bytes + own for row, own in zip(once, held, strict=True)]
+    left = [own if row.fits_host else -1 for row, own in zip(once, spare, strict=True)]
     return Room(tuple(units), tuple(left))
 
 

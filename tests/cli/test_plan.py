@@ -52,7 +52,8 @@ def test_the_same_question_has_the_same_id(planner: Command, question: list[str]
 def test_an_order_of_its_own(planner: Command, question: list[str], tmp_path: Path) -> None:
     """`--fix schedule=synthesized` makes a plan that holds, can be drawn, and whose layout can be asked for again."""
     path, layout = tmp_path / "plan.json", tmp_path / "layout.json"
-    fixed = ("--fix", "schedule=1f1b,synthesized", "--fix", "pipeline_parallel_degree=2", "--fix", "recompute=none")
+    wish = ("schedule=1f1b,synthesized", "pipeline_parallel_degree=2", "virtual_stages_per_rank=1", "recompute=none")
+    fixed = [word for each in wish for word in ("--fix", each)]
     assert planner("plan", *question, *fixed, "-o", path).code == 0
     plan = parse(Plan, json.loads(path.read_text()))
     assert plan.layout.schedule == "synthesized"
