@@ -392,7 +392,7 @@ def _overflows(row: RankMemory) -> Iterator[str]:
             f"pipeline rank {row.pipeline_rank} needs {row.peak_bytes} bytes, {row.peak_bytes - row.capacity_bytes} "
             f"more than the {row.capacity_bytes} that the job may use"
         )
-    if row.host_capacity_bytes is not None and row.host_bytes > row.host_capacity_bytes:
+    if row.host_capacity_bytes is not None and not row.fits_host:
         yield (
             f"pipeline rank {row.pipeline_rank} needs {row.host_bytes} bytes of its node's memory, "
             f"{row.host_bytes - row.host_capacity_bytes} more than the {row.host_capacity_bytes} that are its part"

@@ -90,9 +90,13 @@ class RankMemory(Document):
 
     @property
     def fits(self) -> bool:
-        """In the device's memory and, as far as that is known, in the host's."""
-        on_host = self.host_capacity_bytes is None or self.host_bytes <= self.host_capacity_bytes
-        return on_host and self.peak_bytes <= self.capacity_bytes
+        """In the device's memory and in the host's."""
+        return self.fits_host and self.peak_bytes <= self.capacity_bytes
+
+    @property
+    def fits_host(self) -> bool:
+        """As far as the host's memory is known."""
+        return self.host_capacity_bytes is None or self.host_bytes <= self.host_capacity_bytes
 
 
 class Prediction(Document):

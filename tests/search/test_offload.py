@@ -272,3 +272,20 @@ def test_part_of_a_node_has_part_of_its_host() -> None:
     (group,) = whole.part({0: 3}).node_groups
     assert group.host_memory_bytes == 1002 * MIB * 3 // 4
     assert group.host_memory_bytes // 3 == 1002 * MIB // 4
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-h1", "synthesized"])
+def test_states_fit_the_host_under_every_schedule(schedule: str) -> None:
+    """Stages whose states are most in the middle of the pipeline: a byte less of the host than they need, and none."""
+    heavy = [layer(parameters=500_000 * (1 + (place == 1)), output=10) for place in range(3)]
+    model = profile(*heavy)
+    wishes = {"pipeline_parallel_degree": 3, "schedule": schedule, "virtual_stages_per_rank": 1}
+    if schedule == "interleaved-1f1b":
+        model, wishes["virtual_stages_per_rank"] = profile(*heavy, *heavy), 2
+    states = 12 * 10**6 * (2 if schedule == "interleaved-1f1b" else 1)
+    for spare, kind in ((0, Plan), (-1, Infeasible)):
+        machines = hosted(3)
+        group = machines.node_groups[0].model_copy(update={"host_memory_bytes": 3 * (states + spare)})
+        machines = machines.model_copy(update={"node_groups": (group,)})
+        found = plan(request(model, machines, job(6, **wishes, optimizer_offload=True), top=0), model)
+        assert isinstance(found, kind)
