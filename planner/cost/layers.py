@@ -74,7 +74,7 @@ class LayoutCosts:
     @cached_property
     def gathered_bytes(self) -> int:
         """ZeRO 3: the largest layer's parameters, gathered, and those that are being gathered beside it (T6)."""
-        return _gathered_bytes(self.layout, self.layers)
+        return _gathered_bytes(self.layout, [self.layers[first] for first, _ in self.kinds])
 
     def boundary_bytes(self, last_layer: int) -> int:
         """Bytes that cross a stage boundary behind this layer, per micro-batch: its output and all skips over it."""

@@ -135,6 +135,17 @@ _Parts = tuple[tuple[int, Group], ...]
 """Elements of a layer by the ranks that share them out, or sum their gradients."""
 
 
+class _Exchanged(NamedTuple):
+    """Ticks of what data-parallel ranks exchange of one layer."""
+
+    groups: Groups
+    """Kept, because its identity tells them from others."""
+    reduction_ticks: int
+    update_ticks: int
+    gathers: tuple[int, int]
+    """In forward and backward, hidden or not: equation (T6)."""
+
+
 class _Held(NamedTuple):
     """The fields of `LayerCost` that no recompute mode changes, in their order."""
 
@@ -159,6 +170,8 @@ class Known:
     spent: dict[int, _Spent] = field(default_factory=dict)
     whole: dict[tuple[int, int], _Whole] = field(default_factory=dict)
     """By the layer's parameters, too."""
+    exchanged: dict[tuple[int, int, int, int], _Exchanged] = field(default_factory=dict)
+    """By the communicators, the ZeRO stage, and the elements on a rank: of experts, and all."""
 
 
 def known_prices(work: Workload, groups: Groups, chunks: int) -> Known:
@@ -188,8 +201,9 @@ class LayerPricing:
         """In every mode, from least to most recomputation."""
         whole = self._whole()
         parts = self._parts(whole.count.elements)
-        held, gathers = self._held(whole, parts), self._gathers(parts)
-        return {mode: self._cost(rows[mode], held, gathers) for mode in modes_of(rows)}
+        exchanged = self._exchanged(whole.count.elements, parts)
+        held = self._held(whole, parts, exchanged)
+        return {mode: self._cost(rows[mode], held, exchanged.gathers) for mode in modes_of(rows)}
 
     def _cost(self, row: Measurement, held: _Held, gathers: tuple[int, int]) -> LayerCost:
         spent = self._spent(row)
@@ -211,12 +225,25 @@ class LayerPricing:
             attention=self._attention(row, spent) if self.layout.sequence_chunks > 1 else NO_ATTENTION,
         )
 
-    def _held(self, whole: _Whole, parts: _Parts) -> _Held:
+    def _exchanged(self, elements: int, parts: _Parts) -> _Exchanged:
+        zero = self.layout.zero_stage
+        key = id(self.groups), zero, self.plain.local_expert_parameters, elements
+        found = self.known.exchanged.get(key)
+        if found is None:
+            found = self.known.exchanged[key] = _Exchanged(
+                groups=self.groups,
+                reduction_ticks=ticks(sum([self._reduction_seconds(*part) for part in parts])),
+                update_ticks=ticks(sum([self._update_seconds(*part) for part in parts])) if zero in (1, 2) else 0,
+                gathers=self._gathers(parts),
+            )
+        return found
+
+    def _held(self, whole: _Whole, parts: _Parts, exchanged: _Exchanged) -> _Held:
         zero, plain = self.layout.zero_stage, self.plain
         return _Held(
             optimizer_ticks=self._optimizer_ticks(whole, parts),
-            reduction_ticks=ticks(sum([self._reduction_seconds(elements, group) for elements, group in parts])),
-            update_ticks=ticks(sum([self._update_seconds(*part) for part in parts])) if zero in (1, 2) else 0,
+            reduction_ticks=exchanged.reduction_ticks,
+            update_ticks=exchanged.update_ticks,
             parameters=whole.count.elements,
             parameters_bytes=self._sharded(whole.parameters_bytes, whole, zero >= 3),
             gradients_bytes=self._sharded(whole.gradients_bytes, whole, zero >= 2),

@@ -30,10 +30,10 @@ They are cheap and weak; a layout that they leave open is bounded over its segme
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate, chain, repeat
+from operator import sub
 from typing import Self
-
-import numpy as np
 
 from planner.cost import LayerCost, LayoutCosts, reserved_bytes
 from planner.cost.offload import is_offloading
@@ -81,6 +81,8 @@ class Totals:
     """Likewise."""
     counted: tuple[tuple[Sequence[LayerCost], int], ...]
     """The distinct layers, and their number."""
+    known: dict[tuple[int, int], int] = field(default_factory=dict, repr=False, compare=False)
+    """`fullest`, by micro-batches and pipeline ranks: layouts that differ in their order alone share it."""
 
     @classmethod
     def of(cls, costs: LayoutCosts, modes: Sequence[Sequence[LayerCost]]) -> Self:
@@ -117,13 +119,18 @@ class Totals:
 
     def fullest(self, costs: LayoutCosts) -> int:
         """What some rank does at least: (B5)."""
-        ranks = costs.layout.pipeline_parallel_degree
-        longest = sorted(((costs.micro_batches * work + tail, count) for work, tail, count in self.kinds), reverse=True)
-        ticks, counts = np.array(longest, dtype=np.int64).T
-        totals = np.concatenate([[0], np.cumsum(np.repeat(ticks, counts))])
-        held = np.arange(1, -(-(len(totals) - 1) // ranks) + 1)
-        stops = (held - 1) * ranks + 1
-        return int((totals[stops] - totals[stops - held]).max()) - self.spared_ticks
+        key = costs.micro_batches, costs.layout.pipeline_parallel_degree
+        if key not in self.known:
+            self.known[key] = self._fullest(*key)
+        return self.known[key]
+
+    def _fullest(self, micro_batches: int, ranks: int) -> int:
+        longest = sorted(((micro_batches * work + tail, count) for work, tail, count in self.kinds), reverse=True)
+        totals = [0, *accumulate(chain.from_iterable(repeat(ticks, count) for ticks, count in longest))]
+        if ranks == 1:
+            return totals[-1] - self.spared_ticks
+        # The k shortest of the (k - 1) ranks + 1 longest: all of these but the (k - 1) (ranks - 1) longest.
+        return max(map(sub, totals[1::ranks], totals[:: ranks - 1])) - self.spared_ticks
 
 
 def work_of(options: Iterable[LayerCost], chunks: int = 1) -> tuple[int, int]:
