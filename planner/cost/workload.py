@@ -247,6 +247,36 @@ def rearranged(work: Workload, cluster: Cluster, order: Sequence[int]) -> Worklo
     return found
 
 
+def on_part(work: Workload, cluster: Cluster) -> Workload:
+    """A workload of one node group on some of its devices.
+
+    What is known of the layers stays known, as far as it depends on the links alone that both have.
+
+    Args:
+        work: on all devices.
+        cluster: those to use.
+    """
+    (group,) = cluster.node_groups
+    intra, inter = links_of(group)
+    found = replace(
+        work,
+        cluster=cluster,
+        intra_node=_reached(intra, work.constants.intra_node_fraction),
+        inter_node=_reached(inter, work.constants.inter_node_fraction) if inter else None,
+        nodes=group.nodes,
+        devices_per_node=group.devices_per_node,
+    )
+    found.__dict__["sizes"] = work.sizes
+    found.__dict__["_alike"] = work._alike
+    if (found.intra_node, found.inter_node, found.domain_devices) == (
+        work.intra_node,
+        work.inter_node,
+        work.domain_devices,
+    ):
+        found.__dict__["spent"] = work.spent
+    return found
+
+
 def with_constants(work: Workload, constants: Constants) -> Workload:
     """The same workload under other constants; `work` has the default ones, whose links are the cluster's own."""
     between = _reached(work.inter_node, constants.inter_node_fraction) if work.inter_node else None

@@ -2,11 +2,13 @@
 
 step_time   the fastest step on all devices; of a heterogeneous cluster, on any of its node groups in any order (J3):
             slow devices may be better left out                                          -> _fastest(), _raced()
-cost        the least price of a token (J2), over all parts of the cluster. One best-first search goes through the
-            layouts of all parts together: what is open has a least price, bound x the part's price per second, and the
-            least comes next, so that of most parts only the families are ever bounded               -> _cheapest()
+cost        the least price of a token (J2), over all parts of the cluster. One best-first search goes through all parts
+            and their layouts together: what is open has a least price, bound x the part's price per second, and the
+            least comes next. A part that is not entered yet has the bound of its number of devices (K5); most never
+            come to be entered                                                                       -> _cheapest()
 devices     the fewest devices whose step meets the deadline, ties by step. Parts come in the order of their devices,
-            each searched below the deadline only; the first that has a plan is searched to its end  -> _fewest()
+            each searched below the deadline only, those left out that (K5) excludes; the first that has a plan is
+            searched to its end                                                                      -> _fewest()
 
 Bounds and gap are told in seconds on the plan's devices. Under `cost` the bound is what a step there would have to take
 to be as cheap as the least open bound of any part; so the gap is that of the price.
@@ -14,15 +16,18 @@ to be as cheap as the least open bound of any part; so the gap is that of the pr
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 
 from planner.cost import TICK_SECONDS, Workload, workload
-from planner.cost.workload import rearranged
+from planner.cost.workload import on_part, rearranged
 from planner.search.inside import NO_LIMIT
+from planner.search.part_bounds import least_part_ticks
 from planner.search.parts import Part, arrangements, check_prices, parts_of, whole
 from planner.search.result import Callbacks, Progress
 from planner.search.solve import State, advance, begin, dive, search
@@ -31,10 +36,14 @@ from planner.spec.plan import PlanRequest, SearchReport
 from planner.spec.profile import ModelProfile
 
 _OPTIMAL_GAP = 1e-6
+_DIVED_PARTS = 8
+"""Parts on which a first plan is looked for."""
 _FEW_PARTS = 16
 """Fewer are simply taken in order."""
 _ROUNDING = 1e-12
 """Seconds of a deadline are no whole ticks in binary."""
+_TOLD_SECONDS = 0.1
+"""Between two reports of progress: to count what is open in all parts takes longer than to take up one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +97,7 @@ class _Field:
         self.deadline = self.started + request.options.time_limit_seconds
         self.all: list[Contender] = []
         self._known: dict[tuple[tuple[int, ...], int], Contender] = {}
-        self._whole: Workload | None = None
+        self._told = -math.inf
 
     @property
     def is_over(self) -> bool:
@@ -111,12 +120,17 @@ class _Field:
         return self.all[-1]
 
     def _workload(self, part: Part) -> Workload:
-        """Of a part; node groups that are used in several orders are looked at once."""
+        """Of a part; what is known of the layers on the same devices and links is looked at once."""
+        if len(self.request.cluster.node_groups) == 1:
+            return on_part(self.whole, part.cluster)
         if len(part.groups) < 2:
             return workload(self.profile, part.cluster, self.request.job)
-        if self._whole is None:
-            self._whole = workload(self.profile, self.request.cluster, self.request.job)
-        return rearranged(self._whole, part.cluster, part.groups)
+        return rearranged(self.whole, part.cluster, part.groups)
+
+    @cached_property
+    def whole(self) -> Workload:
+        """Of the whole cluster."""
+        return workload(self.profile, self.request.cluster, self.request.job)
 
     def settled_below(self, winner: Contender) -> bool:
         """Is nothing open on as many devices as the winner's, or fewer? More are forgotten."""
@@ -130,11 +144,21 @@ class _Field:
         advance(one.state)
         return True
 
+    @property
+    def is_due(self) -> bool:
+        """Somebody waits for progress, and has waited for some time."""
+        return self.callbacks.on_progress is not None and time.monotonic() >= self._told + _TOLD_SECONDS
+
     def tell(self, winner: Contender | None, bound_ticks: int) -> None:
-        """Report progress: the best plan so far, and the bound on its devices."""
+        """Report progress now and then: the best plan so far, and the bound on its devices."""
+        if self.is_due:
+            self.tell_now(winner, _report(self, winner, bound_ticks))
+            self._told = time.monotonic()
+
+    def tell_now(self, winner: Contender | None, report: SearchReport) -> None:
+        """Report progress."""
         if self.callbacks.on_progress is None:
             return
-        report = _report(self, winner, bound_ticks)
         self.callbacks.on_progress(
             Progress(
                 layouts_considered=report.layouts_considered,
@@ -199,47 +223,88 @@ def _hold_below(same: Sequence[Contender]) -> None:
 
 def _cheapest(field: _Field) -> Contest:
     check_prices(field.request.cluster)
-    *others, largest = parts_of(field.request.cluster)
-    # First a plan where one is found soonest: without one to beat, the search would begin with the tightest parts.
-    first = field.enter(largest)
-    while first.state.is_open and first.state.best is None and field.take_up(first):
-        field.tell(None, 0)
-    winner = first if first.state.best else None
-    entered = [field.enter(part) for part in others if not field.is_over]
-    is_whole = len(entered) == len(others)
-    if winner is not None:
-        _hold_to(field.all, winner)
-    while open_ones := [one for one in field.all if one.state.is_open]:
-        one = min(open_ones, key=lambda each: (each.least_price, each.part.devices))
-        if not field.take_up(one):
-            break
+    parts = parts_of(field.request.cluster)
+    prices = _Prices(field, parts)
+    winner = prices.dived()
+    while (one := prices.least(winner)) is not None and field.take_up(one):
         if one.price < (winner.price if winner else math.inf):
             winner = one
             _hold_to(field.all, winner)
-        field.tell(winner, _bound_on(winner, field.all) if is_whole else 0)
-    return _ended(field, winner, _bound_on(winner, field.all) if is_whole else 0, first)
+        if field.is_due:
+            field.tell(winner, prices.bound_on(winner))
+    return _ended(field, winner, prices.bound_on(winner), winner or field.enter(parts[-1]))
 
 
-def _hold_to(field: Sequence[Contender], winner: Contender) -> None:
+class _Prices:
+    """Parts by the least price of what is open on them, whether they have been entered or not."""
+
+    def __init__(self, field: _Field, parts: Sequence[Part]) -> None:
+        self._field, self._most = field, parts[-1].devices
+        least = zip(parts, least_part_ticks(field.whole, parts), strict=True)
+        self._heap: list[tuple[float, int, int, Part | Contender]] = [
+            (ticks * TICK_SECONDS * part.price_per_second, part.devices, place, part)
+            for place, (part, ticks) in enumerate(least)
+            if ticks < math.inf
+        ]
+        heapq.heapify(self._heap)
+
+    def dived(self) -> Contender | None:
+        """A plan at once, the cheapest that is found on parts whose devices divide those of all: without one to beat,
+        the search would begin with the tightest parts."""
+        winner: Contender | None = None
+        even = [each for each in sorted(self._heap) if self._most % each[1] == 0]
+        for price, _, _, part in even[:_DIVED_PARTS]:
+            assert isinstance(part, Part)
+            if self._field.is_over or price >= (winner.price if winner else math.inf):
+                break
+            one = self._field.enter(part)
+            _hold_to(self._field.all, winner)
+            dive(one.state)
+            if one.price < (winner.price if winner else math.inf):
+                winner = one
+        _hold_to(self._field.all, winner)
+        return winner
+
+    def least(self, winner: Contender | None) -> Contender | None:
+        """What is to be taken up next: None when nothing is left that may be cheaper, or the time is over."""
+        while self._heap and not self._field.is_over:
+            price, devices, place, item = self._heap[0]
+            if price >= (winner.price if winner else math.inf):
+                break
+            if isinstance(item, Part):
+                item = self._field.enter(item)
+                _hold_to([item], winner)
+            if not item.state.is_open:
+                heapq.heappop(self._heap)
+            elif item.least_price > price or item is not self._heap[0][-1]:
+                heapq.heapreplace(self._heap, (max(price, item.least_price), devices, place, item))
+            else:
+                return item
+        return None
+
+    def bound_on(self, winner: Contender | None) -> int:
+        """Ticks on the winner's devices that cost as little as the least bound of all parts."""
+        if winner is None:
+            return 0
+        left = [one.bound for one in self._field.all] + [each[0] for each in self._heap if isinstance(each[-1], Part)]
+        return int(min(min(left, default=math.inf) / winner.rate, _ticks_of(winner)))
+
+
+def _hold_to(field: Sequence[Contender], winner: Contender | None) -> None:
     """Only what is cheaper than the winner matters from now on."""
     for one in field:
-        if one is not winner:
+        if winner is not None and one is not winner:
             one.state.ceiling = math.ceil(winner.price / one.rate)
-
-
-def _bound_on(winner: Contender | None, field: Sequence[Contender]) -> int:
-    """Ticks on the winner's devices that cost as little as the least bound of all parts."""
-    if winner is None:
-        return 0
-    least = min((one.bound for one in field), default=math.inf)
-    return int(min(least / winner.rate, _ticks_of(winner)))
 
 
 def _fewest(field: _Field) -> Contest:
     seconds = field.request.job.deadline_seconds
     assert seconds is not None
     ceiling = math.floor(seconds / TICK_SECONDS * (1 + _ROUNDING)) + 1
-    by_devices = [tuple(parts) for _, parts in groupby(parts_of(field.request.cluster), key=lambda part: part.devices)]
+    every = parts_of(field.request.cluster)
+    bounded = zip(every, least_part_ticks(field.whole, every), strict=True)
+    fast_enough = [part for part, ticks in bounded if ticks < ceiling]
+    by_devices = [tuple(parts) for _, parts in groupby(fast_enough, key=lambda part: part.devices)]
     enough = _enough(field, by_devices, ceiling)
     for parts in by_devices if enough is None else by_devices[: enough + 1]:
         if field.is_over:
@@ -251,7 +316,7 @@ def _fewest(field: _Field) -> Contest:
         winner = _first(field, [field.enter(part, ceiling) for part in by_devices[enough]])
         field.settled_below(winner or field.all[-1])
         return _ended(field, winner, 0, field.all[-1])
-    largest = field.enter(by_devices[-1][-1], ceiling)
+    largest = field.enter(every[-1], ceiling)
     ended = _ended(field, None, 0, largest)
     return replace(ended, missed_seconds=_fastest_seconds(field, largest))
 
@@ -262,11 +327,11 @@ def _enough(field: _Field, by_devices: Sequence[tuple[Part, ...]], ceiling: int)
     It is a plan to have before the proof that fewer do not, which takes long where there are many parts; None: there
     are few, or none was found.
     """
+    if len(by_devices) <= _FEW_PARTS or not _finds(field, by_devices[-1], ceiling):
+        return None
     most = by_devices[-1][0].devices
     places = [place for place, parts in enumerate(by_devices) if most % parts[0].devices == 0]
     low, high = 0, len(places) - 1
-    if len(by_devices) <= _FEW_PARTS or not _finds(field, by_devices[-1], ceiling):
-        return None
     while low < high:
         middle = (low + high) // 2
         if _finds(field, by_devices[places[middle]], ceiling):
@@ -281,6 +346,8 @@ def _enough(field: _Field, by_devices: Sequence[tuple[Part, ...]], ceiling: int)
 def _finds(field: _Field, parts: Sequence[Part], ceiling: int) -> bool:
     """Is there a plan on one of these parts?"""
     for one in [field.enter(part, ceiling) for part in parts]:
+        if one.state.best is None:
+            dive(one.state)
         while one.state.is_open and one.state.best is None and field.take_up(one):
             field.tell(None, 0)
         if one.state.best is not None:
@@ -315,6 +382,7 @@ def _first(field: _Field, same: Sequence[Contender]) -> Contender | None:
 def _ended(field: _Field, winner: Contender | None, bound_ticks: int, otherwise: Contender) -> Contest:
     """The end: with the best plan, or without any."""
     report = _report(field, winner, bound_ticks)
+    field.tell_now(winner, report)
     for one in field.all:
         one.state.settle()
     return Contest(winner or otherwise, report)

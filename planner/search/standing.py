@@ -122,7 +122,7 @@ def _uneven(degrees: Degrees, count: int, order: RankOrder, speeds: Callable[[],
     """Equation (D9), for so many micro-batches that the data ranks do not divide."""
     data, _, pipeline, _, expert = degrees
     if expert == 1:
-        shares = _shares((1,) * data, count, pipeline - 1)
+        shares = tuple(count // data + (place < count % data) for place in range(data))
         least = speeds().least((0,) * pipeline, max(shares))
         yield Standing(max(shares), (order,), shares, are_alike=False, least_ticks=least)
 
