@@ -33,6 +33,7 @@ from planner.search.explain import (
     with_recompute,
 )
 from planner.search.inside import LayoutSearch, solve_layout
+from planner.search.nearest import unfit
 from planner.search.objectives import Contest, contest
 from planner.search.offloading import NOTHING
 from planner.search.orders import SYNTHESIZED
@@ -43,7 +44,6 @@ from planner.search.result import Callbacks, Found, Limits, improved
 from planner.search.rivals import rivals
 from planner.search.segments import allowed_modes, uniform_modes
 from planner.search.sensitivity import sensitivity
-from planner.search.solve import unfit
 from planner.search.space import Space
 from planner.search.synthesized import Unordered, check_synthesis, given_order
 from planner.spec.calibration import Constants

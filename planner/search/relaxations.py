@@ -21,10 +21,11 @@ from planner.cost.offload import missing_for_offload
 from planner.errors import SpecError
 from planner.search.explain import with_recompute
 from planner.search.inside import NO_LIMIT, least_memory
+from planner.search.nearest import unfit
 from planner.search.orders import recompute_wish
 from planner.search.result import Callbacks, Candidate, Limits
 from planner.search.segments import choices
-from planner.search.solve import State, advance, begin, unfit
+from planner.search.solve import State, advance, begin
 from planner.search.space import space_of
 from planner.search.words import gibibytes
 from planner.spec.cluster import Cluster

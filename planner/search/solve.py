@@ -13,6 +13,10 @@
 
     (F6)  before all that, a plan at once: the most even cut of a family that fits                   -> dive()
 
+    (F7)  a layout that is dealt as the same one without offloading is no faster, and left out where that one fits:
+          copies only lengthen forwards, backwards and tails (S1) to (S4); where layers share parameters, or the
+          framework hides reductions behind what copies lengthen, this is not claimed                  -> _dealt()
+
 Ties go to the smaller bound, then to the order of enumeration, so the same request gives the same plan.
 """
 
@@ -37,7 +41,6 @@ from planner.search.bounds import Totals, any_order_bound, lower_bound, may_fit,
 from planner.search.dealt import Uniform, deal, layout_schedule, layout_traits, ranks_of
 from planner.search.inside import NO_LIMIT, Inside, LayoutSearch, Outcome, first_plan, limits_of
 from planner.search.loads import portions, priced_bound
-from planner.search.offloading import NOTHING
 from planner.search.orders import SYNTHESIZED, Order, recompute_wish
 from planner.search.result import Callbacks, Candidate, Progress
 from planner.search.segments import LayerModes, allowed_modes, choices, uniform_modes
@@ -48,14 +51,13 @@ from planner.spec.layout import Layout, RankOrder, RecomputeWord, ZeroStage
 from planner.spec.plan import Options, SearchReport
 
 _OPTIMAL_GAP = 1e-6
+_NOTHING_OFFLOADED = {"activation_offload": False, "optimizer_offload": False}
 _DIVES = 8
 """Cuts tried for a first plan."""
 _DIVED_INTO = 100
 """Families looked at for it."""
 _TWINS = 0.01
 """Bounds of groups of ranks that differ by less are as good as the same to whoever looks for alternatives."""
-_NEAREST = 8
-"""Families among which the nearest misses are looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +148,8 @@ class State:
     """Latest bound of everything that may fit, by its place in the enumeration."""
     ceiling: int = NO_LIMIT
     """Only plans of fewer ticks matter."""
+    fitting: set[tuple[Layout, tuple[int, ...]]] = field(default_factory=set)
+    """Dealt layouts that offload nothing and fit, with the layers of their stages: equation (F7)."""
     nearest: set[tuple[int, ...]] = field(default_factory=set)
     """Places of those groups of layouts whose bound is clearly the least of their family and ZeRO stage, else of those
     that need least memory."""
@@ -430,11 +434,23 @@ def _after(state: State, one: Open, layout: Searched, inside: Inside) -> Iterato
 
 
 def _dealt(state: State, one: Open, layout: Dealt) -> None:
+    twin = layout.costs.layout.model_copy(update=_NOTHING_OFFLOADED), layout.sizes
+    if twin in state.fitting and _only_lengthens(layout.costs):
+        state.close(one)
+        return
     state.solved += 1
     found = dealt_candidate(layout)
     if found is not None:
+        if twin[0] == layout.costs.layout:
+            state.fitting.add(twin)
         state.bounds[one.order] = replace(one, bound_ticks=found.ticks)
         state.take(found)
+
+
+def _only_lengthens(costs: LayoutCosts) -> bool:
+    """Offloading makes no step faster: equation (F7)."""
+    framework = costs.work.framework
+    return not (costs.shared or framework.overlaps_reduction or framework.overlaps_gathers)
 
 
 def _unordered(state: State, one: Open, layout: Unordered) -> Iterator[Open]:
@@ -473,28 +489,3 @@ def bounded(work: Workload, layout: Layout, wish: tuple[str, ...]) -> Open:
     costs = layout_costs(work, layout)
     modes = allowed_modes(costs, wish)
     return Open(lower_bound(costs, Totals.of(costs, modes), warm_ups(costs)), (), Searched(costs, modes))
-
-
-def unfit(work: Workload, space: Space) -> Iterator[LayoutCosts]:
-    """Layouts among which the nearest miss is: of the families that need least when all is spread evenly, some that
-    offload nothing and some that do."""
-    priced: list[tuple[float, int, Family]] = []
-    for family in space.families:
-        order = next((one for one in family.orders if not one.is_dealt), None)
-        if order is not None:
-            costs = layout_costs(work, family.layout(family.leanest[0], order))
-            priced.append((_even_share(costs), len(priced), family))
-    on_device, on_host = ([one for one in priced if (one[2].offloading != NOTHING) is host] for host in (False, True))
-    for _, _, family in (*heapq.nsmallest(_NEAREST, on_device), *heapq.nsmallest(_NEAREST, on_host)):
-        for zero in reversed(family.leanest):
-            costs = layout_costs(work, family.layout(zero, family.orders[0]))
-            for order in family.orders:
-                if not order.is_dealt:
-                    yield costs.under(family.layout(zero, order))
-
-
-def _even_share(costs: LayoutCosts) -> float:
-    """Bytes per device if everything were spread evenly: a cheap order of how near layouts come."""
-    ogp = sum(min(cost.ogp_bytes for cost in options.values()) for options in costs.layers)
-    activations = max(min(cost.activation_bytes for cost in options.values()) for options in costs.layers)
-    return ogp / costs.layout.pipeline_parallel_degree + activations
