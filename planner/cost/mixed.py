@@ -193,15 +193,19 @@ def layer_ticks(work: Workload, split: tuple[int, int, int, int, bool]) -> tuple
         work: of the node group.
         split: micro-batch size, tensor-, context- and expert-parallel degree, sequence parallelism.
     """
-    layers = nearest_costs(work, split)
-    least = {
-        id(options): (
-            min(each.forward_ticks for each in options.values()),
-            min(each.backward_ticks for each in options.values()),
-        )
-        for options in layers
-    }
-    return tuple(least[id(each)][0] for each in layers), tuple(least[id(each)][1] for each in layers)
+    key = ("ticks", split)
+    if key not in work.spent:
+        layers = nearest_costs(work, split)
+        least = {
+            id(options): (
+                min(each.forward_ticks for each in options.values()),
+                min(each.backward_ticks for each in options.values()),
+            )
+            for options in layers
+        }
+        work.spent[key] = tuple(tuple(least[id(each)][place] for each in layers) for place in (0, 1))
+    found: tuple[tuple[int, ...], tuple[int, ...]] = work.spent[key]
+    return found
 
 
 def _nearest(work: Workload, ranks: int) -> Group:

@@ -42,6 +42,8 @@ class Workload:
     groups: tuple[Workload, ...] = ()
     """Of a heterogeneous cluster: the same on each of its node groups alone, in order. Device, links, nodes and
     constants of the whole are then those of the first group, and price nothing: `planner.cost.mixed` does."""
+    is_rearranged: bool = False
+    """Its node groups stand in another order than the cluster's own."""
 
     @property
     def devices(self) -> int:
@@ -242,7 +244,7 @@ def rearranged(work: Workload, cluster: Cluster, order: Sequence[int]) -> Worklo
         order: their places in `work`.
     """
     groups = tuple(work.groups[place] for place in order)
-    found = replace(groups[0], cluster=cluster, groups=groups)
+    found = replace(groups[0], cluster=cluster, groups=groups, is_rearranged=list(order) != sorted(order))
     found.__dict__["sizes"] = work.sizes  # read once: where ranks stand does not change which rows there are
     return found
 

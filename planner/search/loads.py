@@ -4,7 +4,13 @@ anything but the layers themselves is priced, and after.
     (U4)  a rank does no less than its layers cost with the nearest tensor-parallel ranks and nobody else to exchange
           with; and of R replicas that share out states under ZeRO z it holds 1 / R of those that z names, at least;
           layers that share parameters may lie on one rank, so theirs count nothing            -> portion_bound()
+    (U7)  reductions, and what ZeRO 2 and 3 exchange in every micro-batch, take a latency and a time per element: of
+          the largest layer's, a smaller layer takes at least its part by elements             -> _exchanges()
     (U5)  with prices, what several users of a shared parameter spare is room for others          -> priced_bound()
+
+    (U6)  all micro-batches of all layers l take w(l, g) on cells of node group g, of which there are c(g); with W(g)
+          the sum of w over all layers, and weights 1 / W(g) as in (D11),
+          T >= micro-batches x sum over l of the least w(l, g) / W(g) over g, by sum of c(g) / W(g)    -> part_ticks()
 
 Columns are bounded one by one: a step ends with the slowest, whatever the others' stage maps would be.
 """
@@ -18,15 +24,34 @@ from dataclasses import replace
 import numpy as np
 
 from planner.cost import LayerCost, LayoutCosts, Workload, reserved_bytes
-from planner.cost.mixed import nearest_costs, standings
+from planner.cost.mixed import columns_of, mixed_costs, nearest_costs, standings
 from planner.search.bounds import room_bytes, warm_ups
 from planner.search.lanes import modes_on
 from planner.search.segments import LayerModes
 from planner.search.space import Family, Zero
-from planner.search.spread import Floats, RankLoad, Spread
+from planner.search.spread import ROUNDING, Floats, RankLoad, Spread
+from planner.search.standing import Speeds
+from planner.spec.layout import ZeroStage
+from planner.spec.profile import ModelProfile
 
+_LESS = 1 - 1e-6
+"""For what rounding to ticks and whole shards may spare a small layer."""
 _PORTIONS = ((0, 1), (2,), (3,))
 """ZeRO stages that are bounded together: of 0 and 1 either may dominate the other."""
+
+
+def part_ticks(work: Workload, groups: Sequence[int]) -> int:
+    """Ticks that no plan beats that uses these node groups of a heterogeneous cluster alone: equation (U6)."""
+    devices = np.array([work.groups[place].devices for place in groups], dtype=np.float64)
+    found = []
+    for split in work.sizes:
+        size, tensor, context, _, _ = split
+        speeds = Speeds.of(work, split)
+        ticks = (speeds.forward + speeds.backward)[list(groups)]
+        weights = 1 / np.maximum(1.0, ticks.sum(axis=1))
+        each = (weights[:, None] * ticks).min(axis=0).sum() / (weights @ devices / (tensor * context))
+        found.append(work.job.global_batch_size / size * each)
+    return int(min(found, default=0.0) * (1 - ROUNDING))
 
 
 def portions(work: Workload, family: Family, limit_ticks: int) -> Iterator[tuple[int, Family]]:
@@ -46,27 +71,76 @@ def portions(work: Workload, family: Family, limit_ticks: int) -> Iterator[tuple
             before += len(part.ways)
 
 
-def portion_bound(work: Workload, family: Family, stage: int, limit_ticks: int) -> int:
+def portion_bound(work: Workload, family: Family, stage: ZeroStage, limit_ticks: int) -> int:
     """Ticks that no layout of a family with this ZeRO stage beats under gpipe and 1f1b, by (U4); what is no better
     than the limit is not told more exactly."""
     layout = family.layout(Zero(0), family.orders[0])
     rows, shares = standings(work, layout), layout.shares(work.job.global_batch_size)
     assert rows is not None, "cells of a family stand in one node group each"
-    loads = {
-        place: _nearest_load(work.groups[place], family, stage) for place in {each for row in rows for each in row}
-    }
+    used = {place for row in rows for place in row}
+    loads = {place: _nearest_load(work.groups[place], family, stage) for place in used}
     bound = 0
-    for row, share in sorted(set(zip(rows, shares, strict=True))):
+    for (row, share), taken in _exchanges(work, family, stage, sorted(set(zip(rows, shares, strict=True)))).items():
         in_flight = [min(share, len(row) - rank) for rank in range(len(row))]
-        bound = max(bound, Spread.of([loads[place] for place in row], share, in_flight).bound(limit_ticks))
+        ranks = [loads[place].with_exchanges(*each) for place, each in zip(row, taken, strict=True)]
+        bound = max(bound, Spread.of(ranks, share, in_flight).bound(limit_ticks))
     return bound
 
 
-def _nearest_load(work: Workload, family: Family, stage: int) -> RankLoad:
+_Column = tuple[tuple[int, ...], int]
+"""Node groups of its pipeline ranks, and its share."""
+
+
+def _exchanges(
+    work: Workload, family: Family, stage: ZeroStage, columns: Sequence[_Column]
+) -> dict[_Column, list[tuple[float, float]]]:
+    """Ticks per element on every pipeline rank, of a micro-batch and of a step: equation (U7)."""
+    layer = _largest_layer(work)
+    if layer is None:
+        return {column: [(0.0, 0.0)] * len(column[0]) for column in columns}
+    alone = replace(work, profile=layer, groups=tuple(_with_profile(group, layer) for group in work.groups))
+    layout, found = family.layout(Zero(stage), family.orders[0]), {}
+    for told, costs in zip(columns_of(alone, layout), mixed_costs(alone, layout).columns, strict=True):
+        each = [next(iter(rank.layers[0].values())) for rank in costs.ranks]
+        rates = [(cost.gather_ticks / cost.parameters, cost.reduction_ticks / cost.parameters) for cost in each]
+        found[told.groups, told.micro_batches] = [(once * _LESS, step * _LESS) for once, step in rates]
+    return found
+
+
+def _largest_layer(work: Workload) -> ModelProfile | None:
+    """A profile of the layer with most parameters of its own; None: the others' exchanges do not follow from its."""
+    if "largest" not in work.groups[0].spent:
+        work.groups[0].spent["largest"] = _find_largest(work)
+    found: ModelProfile | None = work.groups[0].spent["largest"]
+    return found
+
+
+def _find_largest(work: Workload) -> ModelProfile | None:
+    links = [link for group in work.groups for link in (group.intra_node, group.inter_node) if link]
+    has_experts = any(row.local_expert_parameters for layer in work.profile.layers for row in layer.measurements)
+    sharing = {name for shared in work.profile.shared_parameters for name in shared.layers}
+    own = [layer for layer in work.profile.layers if layer.name not in sharing]
+    if has_experts or not own or any(link.fits for link in links):
+        return None
+    largest = max(own, key=lambda layer: layer.parameters)
+    alone = {"layers": (largest,), "edges": (), "shared_parameters": ()}
+    return work.profile.model_copy(update=alone) if largest.parameters else None
+
+
+def _with_profile(work: Workload, profile: ModelProfile) -> Workload:
+    key = ("alone", profile.layers[0].name)
+    if key not in work.spent:
+        work.spent[key] = replace(work, profile=profile)
+    found: Workload = work.spent[key]
+    return found
+
+
+def _nearest_load(work: Workload, family: Family, stage: ZeroStage) -> RankLoad:
     """Of a device of a node group: equation (U4)."""
     key = ("loads", family.split)
     if key not in work.spent:
         work.spent[key] = _whole_load(work, family)
+    load: RankLoad
     load, states = work.spent[key]
     replicas = family.data * family.context
     parts = [replicas if stage >= level else 1 for level in (3, 2, 1)]
@@ -82,12 +156,14 @@ def _whole_load(work: Workload, family: Family) -> tuple[RankLoad, list[Floats]]
     known = {id(options): tuple(options.values()) for options in layers}
     first = [None if shares else known[key][0] for key, shares in kinds]
     counts = np.array(list(kinds.values()), dtype=np.float64)[:, None]
+    elements = counts * np.array([[cost.parameters if cost else 0.0] for cost in first], dtype=np.float64)
     states = [
         counts * np.array([[getattr(cost, name) if cost else 0.0] for cost in first], dtype=np.float64)
         for name in ("parameters_bytes", "gradients_bytes", "optimizer_bytes")
     ]
     room = work.capacity_bytes - reserved_bytes(work)
-    return _load([known[key] for key, _ in kinds], list(kinds.values()), [0.0] * len(kinds), room), states
+    load = _load([known[key] for key, _ in kinds], list(kinds.values()), [0.0] * len(kinds), room)
+    return replace(load, elements=elements), states
 
 
 def priced_bound(costs: LayoutCosts, modes: Sequence[LayerModes], limit_ticks: int) -> int:
@@ -112,10 +188,12 @@ def _priced_load(own: LayoutCosts, modes: Sequence[LayerModes]) -> RankLoad:
     kinds = [choices[first] for first, _ in own.kinds]
     spared = sum((len(shared.layers) - 1) * shared.ogp_bytes for shared in own.shared)
     ogp = [options[0].ogp_bytes for options in kinds]
-    return _load(kinds, [count for _, count in own.kinds], ogp, room_bytes(own) + spared)
+    return _load(kinds, [count for _, count in own.kinds], ogp, room_bytes(own) + spared, has_tail=not own.shared)
 
 
-def _load(kinds: Sequence[LayerModes], counts: Sequence[int], ogp: Sequence[float], room: int) -> RankLoad:
+def _load(
+    kinds: Sequence[LayerModes], counts: Sequence[int], ogp: Sequence[float], room: int, *, has_tail: bool = False
+) -> RankLoad:
     """Of kinds of layers, so many of each."""
     most = max(map(len, kinds))
     padded = [(*options, *(options[-1:] * (most - len(options)))) for options in kinds]
@@ -125,6 +203,7 @@ def _load(kinds: Sequence[LayerModes], counts: Sequence[int], ogp: Sequence[floa
         return each * np.array([[value(cost) for cost in options] for options in padded], dtype=np.float64)
 
     return RankLoad(
+        tail=table(lambda cost: cost.reduction_ticks + cost.optimizer_ticks) if has_tail else 0.0,
         forward=table(lambda cost: cost.forward_ticks),
         backward=table(lambda cost: cost.backward_ticks),
         ogp_bytes=each * np.array(ogp, dtype=np.float64)[:, None],

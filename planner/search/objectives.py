@@ -2,6 +2,8 @@
 
 step_time   the fastest step on all devices; of a heterogeneous cluster, on any of its node groups in any order (J3):
             slow devices may be better left out                                          -> _fastest(), _raced()
+            (J4) a part is entered once nothing that is open has a lesser bound than the work of all layers on its
+            devices; most never are                                                                    -> _raced()
 cost        the least price of a token (J2), over all parts of the cluster. One best-first search goes through all parts
             and their layouts together: what is open has a least price, bound x the part's price per second, and the
             least comes next. A part that is not entered yet has the bound of its number of devices (K5); most never
@@ -27,6 +29,7 @@ from itertools import groupby
 from planner.cost import TICK_SECONDS, Workload, workload
 from planner.cost.workload import on_part, rearranged
 from planner.search.inside import NO_LIMIT
+from planner.search.loads import part_ticks
 from planner.search.part_bounds import least_part_ticks
 from planner.search.parts import Part, arrangements, check_prices, parts_of, whole
 from planner.search.result import Callbacks, Progress
@@ -200,18 +203,34 @@ def _fastest(field: _Field) -> Contest:
 
 
 def _raced(field: _Field, parts: Sequence[Part]) -> Contest:
-    """The fastest plan of any of these parts; a first plan of each is looked for before bounds are."""
-    entered: list[Contender] = []
-    for part in parts:
-        if field.is_over:
-            break
-        entered.append(field.enter(part))
-        dive(entered[-1].state)
+    """The fastest plan of any of these parts, of which the first is the whole cluster: (J4)."""
+    first, *others = parts
+    entered = [field.enter(first)]
+    dive(entered[0].state)
+    least = {part.groups: part_ticks(entered[0].work, part.groups) for part in others}
+    waiting = sorted(others, key=lambda part: least[part.groups])
+    while waiting and not field.is_over:
         _hold_below(entered)
+        bound, limit = min(map(_open_bound, entered)), entered[0].state.limit_ticks
+        if least[waiting[0].groups] <= min(bound, limit - 1):
+            entered.append(field.enter(waiting.pop(0)))
+        elif bound >= limit or not field.take_up(min(entered, key=_open_bound)):
+            break
+        else:
+            field.tell(_fastest_of(entered), bound)
     winner = _first(field, entered)
-    is_whole = len(entered) == len(parts)
-    bound = min((one.state.least_ticks for one in entered if not one.state.is_proven), default=NO_LIMIT)
-    return _ended(field, winner, bound if is_whole else 0, entered[0])
+    left = [one.state.least_ticks for one in entered if not one.state.is_proven]
+    return _ended(field, winner, min([*left, *(least[part.groups] for part in waiting)], default=NO_LIMIT), entered[0])
+
+
+def _open_bound(one: Contender) -> int:
+    """Least bound of what is open."""
+    return one.state.heap[0].bound_ticks if one.state.is_open else NO_LIMIT
+
+
+def _fastest_of(same: Sequence[Contender]) -> Contender | None:
+    """Who has the fastest plan; None: there is none yet."""
+    return min((one for one in same if one.state.best), key=_ticks_of, default=None)
 
 
 def _hold_below(same: Sequence[Contender]) -> None:

@@ -6,6 +6,7 @@ u(p) = min(M, P - p), and x(p, l, r) the fraction of a layer that is on a rank i
 
     (U1)  least T such that every layer is somewhere, sum over p, r of x = 1, and for every rank
           T >= W + sum over l, r of ((M - u) f + (M - 1) b) x, W = sum of (f + b) x over all ranks      (B2)
+               and of the tails on rank 0, where the last gradient comes up                             (S3)
           R >= sum over l, r of (o + u a) x; under gpipe M a                                           (M1), (M2)
     (U2)  any weights q(p) >= 0 of sum 1 and prices m(p) >= 0 of its bytes tell that (Lagrange)
           T >= sum over l of the least over p, r of f + b + q ((M - u) f + (M - 1) b) + m (o + u a), less sum of m R
@@ -14,15 +15,15 @@ u(p) = min(M, P - p), and x(p, l, r) the fraction of a layer that is on a rank i
           Newton steps towards a falling barrier (primal-dual interior point method: Mehrotra 1992); whatever they are
           then, (U2) holds                                                                             -> Spread.bound()
 
-(B2) holds for gpipe as well, where all forwards come before the backwards. Reductions, transfers and temporaries count
-nothing. Layers that cost the same are one kind.
+(B2) holds for gpipe as well, where all forwards come before the backwards. Transfers and temporaries count nothing.
+Layers that cost the same are one kind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
@@ -36,7 +37,8 @@ _CLOSE = 1e-3
 """Relative gap at which the next step is not worth its time."""
 _INSIDE = 0.9
 """Part of the way to the nearest face that a step goes."""
-_ROUNDING = 1e-9
+ROUNDING = 1e-9
+"""Of floating-point sums, for bounds that must not be too high."""
 _MOST_TICKS = 2.0**53
 
 
@@ -51,6 +53,16 @@ class RankLoad:
     activation_bytes: Floats
     """Of a micro-batch."""
     room_bytes: int
+    elements: Floats | None = None
+    """Parameters; None: what they take per element is part of the ticks."""
+    tail: Floats | float = 0.0
+    """Ticks of a step, after its last action."""
+
+    def with_exchanges(self, in_micro_batch: float, in_step: float) -> RankLoad:
+        """With so many ticks more per element."""
+        assert self.elements is not None, "elements are known as long as nothing is priced"
+        forward = self.forward + in_micro_batch * self.elements
+        return replace(self, forward=forward, tail=in_step * self.elements)
 
 
 @dataclass(frozen=True)
@@ -78,6 +90,7 @@ class Spread:
         count, places = micro_batches, range(len(ranks))
         ahead = [min(count, len(ranks) - place) for place in places]
         once = np.stack([each.forward + each.backward for each in ranks])
+        once[0] += ranks[0].tail
         later = np.stack([(count - ahead[p]) * ranks[p].forward + (count - 1) * ranks[p].backward for p in places])
         bytes_ = np.stack([ranks[p].ogp_bytes + in_flight[p] * ranks[p].activation_bytes for p in places])
         held = bytes_ / np.array([max(1, each.room_bytes) for each in ranks])[:, None, None]
@@ -105,7 +118,7 @@ class Spread:
                 if best * self.ticks >= enough_ticks or is_close:
                     break
                 point = point.moved(self)
-        return int(min(_MOST_TICKS, best * self.ticks * (1 - _ROUNDING)))
+        return int(min(_MOST_TICKS, best * self.ticks * (1 - ROUNDING)))
 
     @cached_property
     def squares(self) -> tuple[Floats, ...]:

@@ -6,7 +6,8 @@
       others, which have one at least
 (D10) a heterogeneous cluster: both orders, as far as every cell stands in one node group; where data ranks stand on
       different node groups, or equal shares do not divide the global batch, shares by (V7), at least one micro-batch
-      each                                                                             -> planner.cost.mixed
+      each; where each stands within one, and its speed tells its share, only in the cluster's own order of node groups
+                                                                                       -> planner.cost.mixed
 (D11) with f(l, g), b(l, g) the fewest ticks of layer l on node group g, w their sum, W(g) the sum of w
       over all layers: pipeline ranks on node groups g(p) share out the layers. With weights q(p) in proportion to
       1 / W(g(p)), the weighted mean of their times for one micro-batch is at least
@@ -18,7 +19,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Self
@@ -145,10 +146,20 @@ def _on_groups(work: Workload, degrees: Degrees, count: int, order: RankOrder, s
         yield Standing(count // data, (order,), least_ticks=speeds.least(rows[0], count // data))
     elif expert == 1:
         shares = _shares(tuple(ticks[row] for row in rows), count, pipeline - 1)
-        if min(shares) > 0:
+        is_twin = work.is_rearranged and _are_apart(rows, shares, ticks)
+        if min(shares) > 0 and not is_twin:
             least = max(speeds.least(*each) for each in set(zip(rows, shares, strict=True)))
             told = shares if len(set(shares)) > 1 else None
             yield Standing(max(shares), (order,), told, are_alike=False, least_ticks=least)
+
+
+def _are_apart(rows: Sequence[tuple[int, ...]], shares: Sequence[int], ticks: Mapping[tuple[int, ...], int]) -> bool:
+    """Is every replica within one node group, with a share that its speed alone tells? Then the order of the node
+    groups changes nothing: equation (D10)."""
+    by_speed: dict[int, set[int]] = {}
+    for row, share in zip(rows, shares, strict=True):
+        by_speed.setdefault(ticks[row], set()).add(share)
+    return all(len(set(row)) == 1 for row in rows) and all(len(told) == 1 for told in by_speed.values())
 
 
 _shares = lru_cache(maxsize=1024)(fair_shares)
