@@ -17,11 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from planner import search
 from planner.executor import Executor, replicas
 from planner.executor.materialise import materialise
 from planner.executor.reference import train_reference
-from planner.schedule import Durations, synthesize
+from planner.spec import Plan
 from profiler.models import ModelSource
+from tests.builders import cluster, job, layer, profile, request
 from tests.executor.plans import make_plan, source_of
 
 STEPS = 6
@@ -30,11 +32,25 @@ STEEP_LOSS = "tests.executor.plans:steep_loss"
 
 
 def synthesized() -> tuple[tuple[str, ...], ...]:
-    """An order that no name has: the best for unequal stages in a V, of which a rank holds no more than four units."""
-    times = Durations(forward=(2, 1, 1, 3), backward_input=(1, 2, 1, 2), backward_weight=(1, 1, 2, 2))
-    found = synthesize(times, ranks=2, micro_batches=3, virtual_stages=2, memory_limit=4)
-    assert found is not None
-    return found.schedule.to_text()
+    """An order that no name has: the search's best for unequal stages in a V, on devices with room for few units."""
+    return _searched((1, 1, 3, 1), virtual_stages_per_rank=2, recompute="none")
+
+
+def synthesized_full() -> tuple[tuple[str, ...], ...]:
+    """The search's best where all layers recompute: of full backwards."""
+    return _searched((3, 3), virtual_stages_per_rank=1, recompute="full")
+
+
+def _searched(sizes: tuple[int, ...], **fixed: Any) -> tuple[tuple[str, ...], ...]:
+    """The actions of the plan for six layers, of which the first two and the last take longer."""
+    seconds = (2e-3, 2e-3, 1e-3, 1e-3, 1e-3, 3e-3)
+    each: dict[str, Any] = {"activation": 1000, "output": 200, "modes": ("none", "full")}
+    model = profile(*(layer(forward=forward, **each) for forward in seconds))
+    step = job(3, schedule="synthesized", pipeline_parallel_degree=2, **fixed)
+    found = search.plan(request(model, cluster(2, memory_bytes=12_000), step, top=0), model)
+    assert isinstance(found, Plan)
+    assert sizes == tuple(len(stage.layers) for stage in found.stages), "as the case has them"
+    return found.actions
 
 
 @dataclass(frozen=True)
@@ -106,7 +122,7 @@ SCHEDULES = {
 }
 SCHEDULES["synthesized"] = Case(
     "llama",
-    (2, 2, 1, 1),
+    (1, 1, 3, 1),
     {"pipeline": 2, "schedule": "synthesized", "micro_batches": 3},
     actions=synthesized,
     **SHORT,
@@ -120,6 +136,13 @@ SCHEDULE_FEATURES = {
         "gpt2", (2, 1, 1, 2), {**IN_A_LOOP, "optimizer": "sgd", "micro_batches": 2}, clip=0.5, **ONE_STEP
     ),
     "recompute-in-a-loop": Case("gpt2", (2, 1, 1, 2), {**IN_A_LOOP, "recompute": {1: "full", 3: "selective"}}, **SHORT),
+    "synthesized-recompute": Case(
+        "gpt2",
+        (3, 3),
+        {"schedule": "synthesized", "micro_batches": 3, "recompute": dict.fromkeys(range(1, 5), "full")},
+        actions=synthesized_full,
+        **SHORT,
+    ),
     "skips-and-batch-norm": Case("unet", (2, 2, 2, 2), {**IMAGES, **IN_A_V}, steps=3, learning_rate=0.05),
     # A position bias that several layers use, and an embedding that no input of its stage leads to.
     "encoder-decoder": Case("t5", (2, 2, 2, 1), {**IN_A_V, "micro_batch_size": 2}, clip=0.5, **SHORT),
