@@ -16,9 +16,12 @@ settings.load_profile("house")
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Skip the tests whose marker asks for something that is not here."""
+    """Skip the tests whose marker asks for something that is not here. Where the suite is spread over processes, a file
+    stays in one, and all tests that start several processes run one after the other."""
     reasons = {"gpu": _no_cuda(), "browser": _no_browser()} if items else {}
     for item in items:
+        alone = item.get_closest_marker("torchrun") or item.get_closest_marker("browser")
+        item.add_marker(pytest.mark.xdist_group("processes" if alone else str(item.path)))
         for marker, reason in reasons.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
