@@ -198,8 +198,11 @@ class ParkedStates:
 
     def adopt(self, like: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
         """A tensor whose values these on the host are from now on; spread as `like` is, where it is of its shape."""
-        values = torch.empty_like(host, device=like.device)
-        tensor = with_local(like, values) if host.shape == local(like.detach()).shape else values
+        spread = local(like.detach())
+        is_like = host.shape == spread.shape
+        # Fused updates walk through the memory of parameter and states alike.
+        values = torch.empty_like(spread if is_like else host, dtype=host.dtype, device=like.device)
+        tensor = with_local(like, values) if is_like else values
         values.untyped_storage().resize_(0)
         self._hosts[id(tensor)] = (tensor, host)
         return tensor
@@ -222,10 +225,10 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def host_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Room on the host for a tensor of this shape."""
+    """Room on the host for a tensor of this shape; contiguous, for checkpoints take it apart."""
     is_accelerator = tensor.device.type not in ("cpu", "meta")
     device = "meta" if tensor.is_meta else "cpu"
-    return torch.empty_like(tensor, dtype=dtype, device=device, pin_memory=is_accelerator)
+    return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=device, pin_memory=is_accelerator)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

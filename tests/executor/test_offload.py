@@ -28,9 +28,9 @@ from profiler import count
 from profiler.models import ModelSource
 from tests.executor.plans import make_plan, source_of
 
-ACTIVATIONS = {"activation_offload": True}
-STATES = {"optimizer_offload": True}
-BOTH = {**ACTIVATIONS, **STATES}
+ACTIVATIONS: dict[str, Any] = {"activation_offload": True}
+STATES: dict[str, Any] = {"optimizer_offload": True}
+BOTH: dict[str, Any] = {**ACTIVATIONS, **STATES}
 IMAGES: dict[str, Any] = {"sequence_length": 0, "micro_batch_size": 4}
 CPU = torch.device("cpu")
 Trained = tuple[MeasuredRun, dict[str, torch.Tensor]]

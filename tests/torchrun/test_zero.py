@@ -1,4 +1,5 @@
-"""ZeRO changes what a rank keeps, never what is trained: losses and parameters are those of one process."""
+"""ZeRO and offloading change what a rank keeps, never what is trained: losses and parameters are those of one
+process."""
 
 from __future__ import annotations
 
@@ -12,12 +13,18 @@ from typing import Any
 import pytest
 
 from planner.executor.scaling import INITIAL_SCALE
+from tests.torchrun.offload_cases import OFFLOADED, OFFLOADED_IN_HALF
 from tests.torchrun.zero_cases import CASES, HALF
 
 pytestmark = pytest.mark.torchrun
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-5
-HALF_TOLERANCE = {"fp16-mixed-zero3": 1e-3, "bf16-mixed-zero2": 5e-3, "bf16-zero1": 5e-3}
+HALF_TOLERANCE = {
+    "fp16-mixed-zero3": 1e-3,
+    "bf16-mixed-zero2": 5e-3,
+    "bf16-zero1": 5e-3,
+    "fp16-mixed-host-zero1": 1e-3,
+}
 """Of losses near 5.5, and 44 in fp16, where other sums are rounded than in the single process."""
 
 
@@ -33,9 +40,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(json.loads(output.read_text()))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *OFFLOADED])
 def test_zero_trains_as_one_process(case: str, results: dict[str, Any]) -> None:
-    """Every parameter of the model ends where the single process ends, whatever the split beside ZeRO."""
+    """Every parameter of the model ends where the single process ends, whatever the split beside ZeRO, and wherever
+    activations and states lie."""
     result = results[case]
     assert result["names"]
     assert result["loss"] < TOLERANCE
@@ -43,7 +51,7 @@ def test_zero_trains_as_one_process(case: str, results: dict[str, Any]) -> None:
     assert result["moved"] > 100 * TOLERANCE, "a run that changes nothing would agree with any other"
 
 
-@pytest.mark.parametrize("case", HALF)
+@pytest.mark.parametrize("case", [*HALF, *OFFLOADED_IN_HALF])
 def test_zero_trains_in_half_precision(case: str, results: dict[str, Any]) -> None:
     """With master copies, without them, and with a loss scale that falls on all ranks alike."""
     result = results[case]
@@ -53,3 +61,11 @@ def test_zero_trains_in_half_precision(case: str, results: dict[str, Any]) -> No
     assert result["moved"] > 5e-4
     if case.startswith("fp16"):
         assert 1.0 < result["scales"][0] < INITIAL_SCALE
+
+
+def test_offloaded_states_move_between_layouts(results: dict[str, Any]) -> None:
+    """From the host to the device and back, under other splits: one training. In one layout it goes on bit for bit."""
+    runs = results["resumed"]
+    assert runs["losses"] == pytest.approx(runs["straight"], abs=TOLERANCE)
+    assert runs["straight"][0] - runs["straight"][-1] > 100 * TOLERANCE, "it does train"
+    assert runs["equal"]

@@ -1,4 +1,5 @@
-"""Trains with ZeRO under torchrun, beside tensor and pipeline parallelism, and compares it with one process."""
+"""Trains with ZeRO under torchrun, beside tensor and pipeline parallelism, and compares it with one process; and what
+is offloaded (`tests.torchrun.offload_cases`) in the same launch."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.torchrun.cases import IN_A_LOOP, IN_A_V, ONE_STEP, SHORT, STEEP_LOSS, Case, run
+from tests.torchrun.offload_cases import OFFLOADED, OFFLOADED_IN_HALF, resumed
 
 FAST: dict[str, Any] = {"steps": 3, "learning_rate": 1e-3}
 REPLICAS: dict[str, Any] = {"data": 4, "micro_batches": 2}
@@ -92,8 +94,9 @@ def main() -> None:
     """Run all cases; rank 0 writes their differences to the file that is named."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    cases = {**CASES, **HALF}
+    cases = {**CASES, **HALF, **OFFLOADED, **OFFLOADED_IN_HALF}
     results = {name: run(cases[name]) for name in sys.argv[2:] or cases}
+    results["resumed"] = resumed(Path(sys.argv[1]).parent)
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(results))
     dist.destroy_process_group()
