@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from planner.errors import DocumentError, StoppedError
+from planner.errors import DocumentError, RunError, StoppedError
 from planner.executor.elastic import DEFAULT_RESTARTS
 from planner.executor.failure import read_failure, read_late
 from planner.executor.roster import ANY_GROUP, Roster
@@ -149,6 +149,11 @@ def run_node(
         if signals or process.returncode == STOPPED:
             raise read_late(folder, seconds=2 * settings.grace_seconds) or StoppedError(
                 "this node was told to leave (SIGTERM), and did; the nodes that are left go on where it stopped.",
+                mend="start the command again to come back.",
+            )
+        if process.returncode < 0:
+            raise RunError(
+                f"the agent of this node was killed (signal {-process.returncode}); other nodes go on without it.",
                 mend="start the command again to come back.",
             )
         if process.returncode != 0:

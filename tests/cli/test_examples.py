@@ -12,6 +12,7 @@ from planner.spec.devices import find_device, links_of
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 KINDS: dict[str, type[Document]] = {
     "a100x8.yaml": Cluster,
+    "cpu-3nodes-2kinds.yaml": Cluster,
     "cpu-3nodes.yaml": Cluster,
     "cpu-4ranks.yaml": Cluster,
     "device.yaml": DeviceSpec,

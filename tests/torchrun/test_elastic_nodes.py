@@ -47,7 +47,7 @@ def test_a_killed_node_costs_no_step_beyond_the_last_checkpoint(tmp_path: Path, 
     first, second = nodes.start(FIRST, 1, most=2), nodes.start(SECOND, 1, most=2)
     nodes.wait_for(lambda line: line.startswith(f"step {KILLED_AFTER:4d}"))
     kill_node(SECOND)
-    with pytest.raises(RunError):
+    with pytest.raises(RunError, match=r"agent of this node was killed \(signal 9\)"):
         second.result(WAIT_SECONDS)
     nodes.wait_for(lambda line: "go on from step" in line)
     second = nodes.start(SECOND, 2, most=2)
