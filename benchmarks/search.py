@@ -85,7 +85,7 @@ def tasks(arguments: argparse.Namespace) -> list[Task]:
         *(Task("layers", _PLANS, "of_layers", (each, limit)) for each in layers),
         Task("skips", _PLANS, "different", (40 if quick else 200,)),
         Task("skips", _PLANS, "heterogeneous", ()),
-        Task("skips", _PLANS, "different_groups", (40 if quick else 200,)),
+        *(Task("skips", _PLANS, "different_groups", (40 if quick else 200, share)) for share in (10, 1)),
         Task("partitions", _PARTS, "partitions", (arguments.data,)),
         Task("winners", _PARTS, "winners", (arguments.data,)),
     ]

@@ -146,12 +146,19 @@ def different(layers: int) -> list[Row]:
     return [row]
 
 
-def different_groups(layers: int) -> list[Row]:
-    """Layers of which no two are alike, with skip edges, on three groups of different devices: all of it at once."""
+def different_groups(layers: int, share: int) -> list[Row]:
+    """Layers of which no two are alike, with skip edges, on three groups of different devices: all of it at once.
+
+    Args:
+        layers: of the model.
+        share: parameters and bytes are those of the case on equal nodes divided by this; 1: memory is tight.
+    """
+    model = as_counted(different_layers(layers, share))
+    billions = sum(layer.parameters for layer in model.layers) / 1e9
     row = _planned(
         "skips",
-        f"{layers} different layers, {DIFFERENT_EDGES} skip edges, {len(GROUPS)} groups",
-        lambda: as_counted(different_layers(layers)),
+        f"{layers} different layers, {DIFFERENT_EDGES} skip edges, {len(GROUPS)} groups, {billions:.0f} B parameters",
+        lambda: model,
         group_cluster(),
         256,
         target=f"proven or gap <= {DIFFERENT_GAP:.0%} in {DIFFERENT_SECONDS:g} s",
@@ -162,27 +169,36 @@ def different_groups(layers: int) -> list[Row]:
     return [row]
 
 
-def different_layers(count: int) -> ModelProfile:
-    """Layers with their own times, bytes and parameters, the same at every call; modes none and full."""
+def different_layers(count: int, share: int = 1) -> ModelProfile:
+    """Layers with their own times, bytes and parameters, the same at every call; modes none and full.
+
+    Args:
+        count: of the layers.
+        share: by which parameters and bytes are divided.
+    """
     draw = random.Random(count)
+
+    def part(least: int, most: int) -> int:
+        return draw.randint(least, most) // share
+
     drafts = [
         builders.Draft(
             forward=(forward := draw.uniform(0.5e-3, 3e-3)),
             flops=int(forward * COUNTED_FLOPS_PER_SECOND),
             backward_input=draw.uniform(0.5e-3, 3e-3),
             backward_weight=draw.uniform(0.5e-3, 3e-3),
-            parameters=draw.randint(40_000_000, 400_000_000),
-            activation=draw.randint(100_000_000, 600_000_000),
-            kept=draw.randint(10_000_000, 60_000_000),
-            output=draw.randint(10_000_000, 60_000_000),
-            temporary=draw.randint(10_000_000, 200_000_000),
-            exchange=draw.randint(10_000_000, 60_000_000),
+            parameters=part(40_000_000, 400_000_000),
+            activation=part(100_000_000, 600_000_000),
+            kept=part(10_000_000, 60_000_000),
+            output=part(10_000_000, 60_000_000),
+            temporary=part(10_000_000, 200_000_000),
+            exchange=part(10_000_000, 60_000_000),
             modes=("none", "full"),
         )
         for _ in range(count)
     ]
     pairs = [sorted(draw.sample(range(count), 2)) for _ in range(DIFFERENT_EDGES)]
-    edges = [(first, last, draw.randint(1_000_000, 20_000_000)) for first, last in pairs]
+    edges = [(first, last, part(1_000_000, 20_000_000)) for first, last in pairs]
     return builders.profile(drafts, sizes=(1, 2, 4), degrees=(1, 2, 4, 8), edges=edges)
 
 
