@@ -16,6 +16,7 @@ from planner.schedule.rows import BACKWARD_INPUT, FORWARD, Numbers, Row
 
 _CHANGES = np.array([1, -1, 0, -1])
 """Of the units held, by kind."""
+_LARGEST_NUMBER = 2**62
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
@@ -58,8 +59,18 @@ def in_flight_vectors(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], 
 
 def _all_crests(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """`crests` of every rank."""
-    every = (_crests(schedule, rank).tolist() for rank in range(schedule.ranks))
+    every = (_distinct(_crests(schedule, rank)).tolist() for rank in range(schedule.ranks))
     return tuple(tuple(sorted(set(map(tuple, each)))) for each in every)
+
+
+def _distinct(rows: Numbers) -> Numbers:
+    """Without repeated rows, as long as a row can be written as one whole number."""
+    digits = int(rows.max(initial=0)) + 1
+    if not len(rows) or digits ** rows.shape[1] >= _LARGEST_NUMBER:
+        return rows
+    _, places = np.unique(rows @ (digits ** np.arange(rows.shape[1])), return_index=True)
+    distinct: Numbers = rows[places]
+    return distinct
 
 
 _kept = Kept(_all_crests, size_of=lambda schedule: schedule.stages * schedule.units)

@@ -44,7 +44,7 @@ _ROUNDS = 2
 """Micro-batches per rank of the short schedule that tells a long one's traits."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Traits:
     """What the first and the last rank of a schedule tell, without building it for all ranks and micro-batches."""
 
@@ -52,6 +52,11 @@ class Traits:
     """Of either rank: micro-batches held of each stage, at least: equation (E5)."""
     ends_low: bool
     """The last rank ends with the full backward of its lowest stage."""
+
+    @cached_property
+    def columns(self) -> tuple[tuple[_Sizes, _Sizes], ...]:
+        """Of either rank: stages, and micro-batches held of them."""
+        return tuple((np.array(list(held)), np.array(list(held.values()))) for held in self.held)
 
 
 def traits_of(name: str, ranks: int, micro_batches: int, virtual_stages: int, chunks: int = 1) -> Traits:
@@ -163,12 +168,22 @@ class Uniform:
         """Ticks of one micro-batch, of every layer."""
         return tuple((self.forward + self.backward).tolist())
 
+    def dealt(self, stage_ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Layers of every stage, as `deal` has them."""
+        return _dealt(self.proportions, stage_ranks)
+
     def stage_map(self, sizes: Sequence[int]) -> StageMap:
         """Stages of so many layers."""
         layers = iter(enumerate(options[0].mode for options in self.modes))
         return tuple(tuple(next(layers) for _ in range(size)) for size in sizes)
 
-    def bound(self, sizes: Sequence[int], ranks: tuple[int, ...], *, ends_low: bool) -> int:
+    @cached_property
+    def proportions(self) -> tuple[int, ...]:
+        """Of the work of all layers, in the smallest whole numbers."""
+        unit = math.gcd(*self.work) or 1
+        return tuple(each // unit for each in self.work)
+
+    def bound(self, sizes: tuple[int, ...], ranks: tuple[int, ...], *, ends_low: bool) -> int:
         """Ticks that these stages take at least, transfers for nothing: (E3), and (E4) where ranks end low.
 
         Args:
@@ -176,37 +191,79 @@ class Uniform:
             ranks: pipeline rank of every stage.
             ends_low: the last rank ends with the full backward of its lowest stage.
         """
-        starts, (lowest, holds) = _starts(sizes), _holders(ranks)
-        forward, backward = np.add.reduceat(self.forward, starts), np.add.reduceat(self.backward, starts)
-        tails = np.add.reduceat(self.tail, starts) @ holds
-        down = np.concatenate([[0], np.cumsum(self.first_forward)])[starts[lowest]]
-        done = down + self.micro_batches * ((forward + backward) @ holds)
+        stages, (lowest, holds) = self._stages(sizes), _holders(ranks)
+        tails, first = stages.tail @ holds, stages.starts[lowest]
+        done = self._down[first] + self.micro_batches * (stages.work @ holds)
         bound = int((done + tails).max())
         if ends_low:
-            up = int(self.first_backward[: starts[lowest[-1]]].sum())
+            up = int(self.first_backward[: first[-1]].sum())
             bound = max(bound, int(done[-1] + up + tails[0]))
         return bound + self.latency_ticks
 
-    def may_hold(self, sizes: Sequence[int], traits: Traits) -> bool:
+    def may_hold(self, sizes: tuple[int, ...], traits: Traits) -> bool:
         """False only if the first or the last rank overflows, on the device, without its receive buffers, or on the
         host."""
-        starts = _starts(sizes)
-        if self.host_room_bytes is not None:
-            states, saved = (np.add.reduceat(each, starts) for each in self.host_bytes)
-            for held in traits.held:
-                stages, units = np.array(list(held)), np.array(list(held.values()))
+        sums = self._stages(sizes)
+        for stages, units in traits.columns:
+            device = sums.ogp_bytes[stages].sum() + (units * sums.unit_bytes[stages]).sum()
+            if device + sums.temporary_bytes[stages].max() > self.room_bytes:
+                return False
+            if self.host_room_bytes is not None:
+                states, saved = sums.host_bytes
                 if states[stages].sum() + (units * saved[stages]).sum() > self.host_room_bytes:
                     return False
-        ogp, activations = np.add.reduceat(self.ogp_bytes, starts), np.add.reduceat(self.activation_bytes, starts)
-        put_out = self.boundary_bytes[np.cumsum(sizes) - 1]
-        taken_in = np.concatenate([[0], put_out[:-1]]) if self.keeps_inputs else 0
-        unit = (activations + put_out + taken_in) // self.chunks
-        temporary = np.maximum.reduceat(self.temporary_bytes, starts)
-        for held in traits.held:
-            stages, units = np.array(list(held)), np.array(list(held.values()))
-            if ogp[stages].sum() + (units * unit[stages]).sum() + temporary[stages].max() > self.room_bytes:
-                return False
         return True
+
+    @cached_property
+    def _down(self) -> _Sizes:
+        """Of the first forward, by the layers before."""
+        return np.concatenate([[0], np.cumsum(self.first_forward)])
+
+    @cached_property
+    def _known_stages(self) -> dict[tuple[int, ...], _Stages]:
+        """By sizes: many orders have the same."""
+        return {}
+
+    def _stages(self, sizes: tuple[int, ...]) -> _Stages:
+        """Sums over the layers of every stage."""
+        if sizes not in self._known_stages:
+            self._known_stages[sizes] = _Stages.of(self, sizes)
+        return self._known_stages[sizes]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stages:
+    """What layers of stages of some sizes add up to, by stage."""
+
+    starts: NDArray[np.intp]
+    work: _Sizes
+    """Of one micro-batch."""
+    tail: _Sizes
+    ogp_bytes: _Sizes
+    unit_bytes: _Sizes
+    """Of a micro-batch in flight, or its chunk."""
+    temporary_bytes: _Sizes
+    """The largest."""
+    host_bytes: tuple[_Sizes, ...]
+    """States, and activations of a micro-batch; nothing where nothing is kept there."""
+
+    @classmethod
+    def of(cls, layers: Uniform, sizes: tuple[int, ...]) -> Self:
+        """Stages of so many layers."""
+        starts = _starts(sizes)
+        put_out = layers.boundary_bytes[np.cumsum(sizes) - 1]
+        taken_in = np.concatenate([[0], put_out[:-1]]) if layers.keeps_inputs else 0
+        held = np.add.reduceat(layers.activation_bytes, starts) + put_out + taken_in
+        in_host = layers.host_bytes if layers.host_room_bytes is not None else ()
+        return cls(
+            starts=starts,
+            work=np.add.reduceat(layers.forward, starts) + np.add.reduceat(layers.backward, starts),
+            tail=np.add.reduceat(layers.tail, starts),
+            ogp_bytes=np.add.reduceat(layers.ogp_bytes, starts),
+            unit_bytes=held // layers.chunks,
+            temporary_bytes=np.maximum.reduceat(layers.temporary_bytes, starts),
+            host_bytes=tuple(np.add.reduceat(each, starts) for each in in_host),
+        )
 
 
 def _starts(sizes: Sequence[int] | _Sizes) -> NDArray[np.intp]:
@@ -224,8 +281,13 @@ def _holders(ranks: tuple[int, ...]) -> tuple[NDArray[np.intp], NDArray[np.float
 
 def ranks_of(costs: LayoutCosts) -> tuple[int, ...]:
     """Pipeline rank of every stage."""
-    name, ranks, micro_batches, virtual_stages, _ = _numbers(costs)
-    return find(name).stage_ranks(Shape(ranks, micro_batches, virtual_stages))
+    return stage_ranks(*_numbers(costs))
+
+
+@lru_cache(maxsize=4096)
+def stage_ranks(name: str, ranks: int, micro_batches: int, virtual_stages: int, chunks: int = 1) -> tuple[int, ...]:
+    """Pipeline rank of every stage of a schedule of these numbers."""
+    return find(name).stage_ranks(Shape(ranks, micro_batches, virtual_stages, chunks))
 
 
 def deal(work: tuple[int, ...], stage_ranks: tuple[int, ...]) -> tuple[int, ...]:

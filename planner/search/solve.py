@@ -38,7 +38,7 @@ from planner.cost import (
     stage_memory,
 )
 from planner.search.bounds import Totals, any_order_bound, lower_bound, may_fit, warm_ups, work_of
-from planner.search.dealt import Uniform, deal, layout_schedule, layout_traits, ranks_of
+from planner.search.dealt import Uniform, layout_schedule, stage_ranks, traits_of
 from planner.search.inside import NO_LIMIT, Inside, LayoutSearch, Outcome, first_plan, limits_of
 from planner.search.loads import portions, priced_bound
 from planner.search.orders import SYNTHESIZED, Order, recompute_wish
@@ -86,6 +86,11 @@ class Alike:
     def family(self) -> Family:
         """Theirs."""
         return self.group.family
+
+    def numbers(self, order: Order) -> tuple[str, int, int, int, int]:
+        """Schedule, pipeline ranks, micro-batches, stages per rank and sequence chunks of one of them."""
+        counts = self.family.pipeline, self.group.costs.micro_batches, order.virtual_stages
+        return order.schedule, *counts, self.family.sequence_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,7 +376,8 @@ def _orders(state: State, one: Open, group: Group) -> Iterator[Open]:
         if order.is_dealt:
             alike.setdefault(order.recompute, []).append(order)
             continue
-        costs, units = group.costs_of(order), warm_ups(group.costs_of(order))
+        costs = group.costs_of(order)
+        units = warm_ups(costs)
         if order.recompute not in known:
             modes = choices(costs, state.wish)
             known[order.recompute] = modes, Totals.of(costs, modes)
@@ -392,18 +398,18 @@ def _orders(state: State, one: Open, group: Group) -> Iterator[Open]:
 def _alike(one: Open, alike: Alike) -> Iterator[Open]:
     """Every order that may fit, dealt."""
     for place, order in enumerate(alike.orders):
-        costs, layers = alike.group.costs_of(order), alike.layers
+        layers, numbers = alike.layers, alike.numbers(order)
         if order.schedule == SYNTHESIZED:
-            unordered = Unordered(costs, layers)
+            unordered = Unordered(alike.group.costs_of(order), layers)
             least = first_bound(unordered)
             if least is not None:
                 yield Open(max(one.bound_ticks, least), (*one.order, place), unordered)
             continue
-        ranks, traits = ranks_of(costs), layout_traits(costs)
-        sizes = deal(layers.work, ranks)
+        ranks, traits = stage_ranks(*numbers), traits_of(*numbers)
+        sizes = layers.dealt(ranks)
         if layers.may_hold(sizes, traits):
             bound = max(one.bound_ticks, layers.bound(sizes, ranks, ends_low=traits.ends_low))
-            yield Open(bound, (*one.order, place), Dealt(costs, layers, sizes))
+            yield Open(bound, (*one.order, place), Dealt(alike.group.costs_of(order), layers, sizes))
 
 
 def _searched(state: State, one: Open, layout: Searched) -> Iterator[Open]:
