@@ -30,6 +30,7 @@ _QUANTITIES = {
     "intra_node_bandwidth": "bandwidth inside nodes",
     "inter_node_bandwidth": "bandwidth between nodes",
     "latency_seconds": "latency of the links",
+    "host_bandwidth": "bandwidth to the hosts",
 }
 MOST_MISSES = 3
 _LEAST_GAP = 5e-5

@@ -2,7 +2,8 @@
 
     (Q1)  bandwidth or latency x (1 + c): the links of the cluster are changed, and the same stage maps priced again
     (Q2)  compute x (1 + c) takes as long as (1 + c) x what links of (1 + c) times the bandwidth and 1 / (1 + c) of the
-          latency take, with the host's fixed times divided likewise; so it changes links too     -> _repriced()
+          latency take, with the host's fixed times divided likewise; so it changes links too, those to the hosts
+          among them                                                                              -> _repriced()
     (Q3)  the change at which an alternative overtakes: probes outwards in both directions, and bisection between the
           last that it loses and the first that it wins                                           -> _overtaking()
 
@@ -17,12 +18,15 @@ from functools import cache
 from typing import Literal
 
 from planner.cost import Workload, choose, evaluate, layout_costs, workload
+from planner.cost.offload import missing_for_offload
 from planner.search.result import Candidate
 from planner.spec.cluster import Cluster, Link
-from planner.spec.devices import links_of
+from planner.spec.devices import find_device, links_of
 from planner.spec.plan import Overtaking, Sensitivity
 
-Quantity = Literal["compute_seconds", "intra_node_bandwidth", "inter_node_bandwidth", "latency_seconds"]
+Quantity = Literal[
+    "compute_seconds", "intra_node_bandwidth", "inter_node_bandwidth", "latency_seconds", "host_bandwidth"
+]
 FAR = 4.0
 """Factor up to which changes are looked at."""
 _BISECTIONS = 10
@@ -33,6 +37,7 @@ COUNTED_UNCERTAINTY = 0.1
 BANDWIDTH_UNCERTAINTY = 0.2
 LATENCY_UNCERTAINTY = 0.5
 _NOT_MEASURED = "assumed, the links were not measured (planner links measures them)"
+_DATA_SHEET = "assumed, eight tenths of the link's data sheet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +121,10 @@ def _between(wins: Callable[[float], bool], lost: float, won: float) -> float:
 
 def _repriced(work: Workload, quantity: Quantity, factor: float) -> Workload:
     """The workload with one figure `factor` times as large: (Q1), or as (Q2) has it."""
-    bandwidth, latency, constants = (1.0, 1.0), 1.0, work.constants
+    bandwidth, latency, host, constants = (1.0, 1.0), 1.0, 1.0, work.constants
     match quantity:
         case "compute_seconds":
-            bandwidth, latency = (factor, factor), 1 / factor
+            bandwidth, latency, host = (factor, factor), 1 / factor, factor
             constants = replace(
                 constants,
                 collective_seconds=constants.collective_seconds / factor,
@@ -132,7 +137,9 @@ def _repriced(work: Workload, quantity: Quantity, factor: float) -> Workload:
             bandwidth = (1.0, factor)
         case "latency_seconds":
             latency = factor
-    cluster = _with_links(work.cluster, bandwidth, latency)
+        case "host_bandwidth":
+            host = factor
+    cluster = _with_hosts(_with_links(work.cluster, bandwidth, latency), host)
     return workload(work.profile, cluster, work.job, framework=work.framework, constants=constants)
 
 
@@ -146,6 +153,19 @@ def _with_links(cluster: Cluster, bandwidth: tuple[float, float], latency: float
             "inter_node": _scaled(inter, bandwidth[1], latency) if inter else None,
         }
         groups.append(group.model_copy(update=changed))
+    return cluster.model_copy(update={"node_groups": tuple(groups)})
+
+
+def _with_hosts(cluster: Cluster, bandwidth: float) -> Cluster:
+    """Links to the hosts with so many times their bandwidth, where something may be offloaded there."""
+    groups = []
+    for group in cluster.node_groups:
+        device = find_device(group.device)
+        known = device.host_bandwidth_bytes_per_second
+        if known is not None and group.host_memory_bytes is not None:
+            changed = device.model_copy(update={"host_bandwidth_bytes_per_second": known * bandwidth})
+            group = group.model_copy(update={"device": changed})
+        groups.append(group)
     return cluster.model_copy(update={"node_groups": tuple(groups)})
 
 
@@ -169,6 +189,8 @@ def _error_bars(best: Candidate) -> tuple[_ErrorBar, ...]:
         bars.append(_ErrorBar("inter_node_bandwidth", *_link_error(inter, BANDWIDTH_UNCERTAINTY)))
     if work.devices > 1:
         bars.append(_ErrorBar("latency_seconds", *_link_error(inter or intra, LATENCY_UNCERTAINTY)))
+    if missing_for_offload(work) is None:
+        bars.append(_ErrorBar("host_bandwidth", BANDWIDTH_UNCERTAINTY, _DATA_SHEET))
     return tuple(bars)
 
 

@@ -189,7 +189,9 @@ class Overtaking(Document):
 class Sensitivity(Document):
     """What an error of one measured or stated quantity means for the choice of the plan."""
 
-    quantity: Literal["compute_seconds", "intra_node_bandwidth", "inter_node_bandwidth", "latency_seconds"]
+    quantity: Literal[
+        "compute_seconds", "intra_node_bandwidth", "inter_node_bandwidth", "latency_seconds", "host_bandwidth"
+    ]
     uncertainty: float = Field(ge=0)
     """Relative error to expect."""
     reason: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -13,9 +14,9 @@ from planner.cost import TICK_SECONDS, choose, evaluate, layout_costs, schedule_
 from planner.errors import LayoutError, UnsupportedError
 from planner.search import account, plan, predict
 from planner.search.solve import bounded
-from planner.spec import Cluster, Infeasible, ModelProfile, Plan
+from planner.spec import Cluster, Infeasible, Job, ModelProfile, Plan
 from planner.spec.layout import PredictionLayout
-from planner.spec.plan import Breakdown
+from planner.spec.plan import Alternative, Breakdown, Sensitivity
 from planner.validate import check
 from tests.brute_force import PARTITIONED, Priced, facts, layouts, price, price_all
 from tests.builders import cluster, job, layer, profile, request, with_recompute
@@ -289,3 +290,34 @@ def test_states_fit_the_host_under_every_schedule(schedule: str) -> None:
         machines = machines.model_copy(update={"node_groups": (group,)})
         found = plan(request(model, machines, job(6, **wishes, optimizer_offload=True), top=0), model)
         assert isinstance(found, kind)
+
+
+def test_a_slower_link_to_the_host_lets_recomputation_win() -> None:
+    """The change of the hosts' bandwidth that is told is where the alternative overtakes; with less the plan stays."""
+    model, step = with_recompute(activation=20 * MIB, kept=MIB), job(8, pipeline_parallel_degree=2, schedule="1f1b")
+
+    def machines(factor: float = 1.0) -> Cluster:
+        return hosted(memory_mib=30, bandwidth=1e11 * factor)
+
+    def seconds(one: Plan | Alternative, counts: Sequence[int], factor: float) -> float:
+        asked = PredictionLayout(**one.layout.model_dump(), layers_per_stage=tuple(counts))
+        return predict(model, machines(factor), step, asked).prediction.step_seconds
+
+    found = plan(request(model, machines(), step, explain="full", top=5), model)
+    assert isinstance(found, Plan)
+    assert found.layout.activation_offload
+    (row,) = (one for one in found.sensitivity if one.quantity == "host_bandwidth")
+    assert any(not found.alternatives[each.alternative].layout.activation_offload for each in row.overtakes)
+    ours = [len(stage.layers) for stage in found.stages]
+    for each in row.overtakes:
+        other = found.alternatives[each.alternative]
+        for share, is_ahead in ((1.0, True), (0.9, False)):
+            factor = 1 + share * each.change
+            assert (seconds(other, other.layers_per_stage, factor) < seconds(found, ours, factor)) is is_ahead
+    assert "host_bandwidth" not in {one.quantity for one in _sensitivity_without_host(model, step)}
+
+
+def _sensitivity_without_host(model: ModelProfile, step: Job) -> tuple[Sensitivity, ...]:
+    found = plan(request(model, hosted(memory_mib=30, host_mib=None), step, explain="full", top=5), model)
+    assert isinstance(found, Plan)
+    return found.sensitivity
