@@ -20,7 +20,7 @@ from planner.schedule import Requirement, build, canonical_name, find, names, re
 from planner.schedule.entry import Shape
 from planner.schedule.order_bound import SPLIT
 from planner.schedule.synthesize import MOST_ACTIONS
-from planner.schedule.synthesized import NAME as SYNTHESIZED
+from planner.schedule.synthesized import NAME
 from planner.search.bounds import BOUNDED
 from planner.search.chunks import CHUNKED, Rows
 from planner.search.standing import Standing
@@ -46,6 +46,8 @@ def _dealt_schedules() -> tuple[str, ...]:
 DEALT = _dealt_schedules()
 SEARCHED = (*BOUNDED, *DEALT, *CHUNKED)
 """Schedules that the search chooses from."""
+SYNTHESIZED = NAME
+"""The order that is made for the stages of a layout."""
 ON_REQUEST = (*SEARCHED, SYNTHESIZED)
 """Those that a job may name. The best order of a long step cannot be proven, and would leave every search open."""
 
