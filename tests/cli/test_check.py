@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from planner.cli.check import _dry_text
+from planner.executor.dry_run import DryRank, DryRun
+from planner.spec import Plan, read
+from planner.spec.measured import MeasuredRank
 from tests.cli.support import Command, tiny_profile
 
 
@@ -86,6 +90,19 @@ def test_a_dry_run_builds_every_rank(planner: Command, gpt2_plan: Path) -> None:
     for kind in report["dry_run"]["ranks"]:
         assert kind["gradients_bytes"] == kind["predicted"]["gradients_bytes"]
         assert kind["predicted"]["gradients_bytes"] == memory[kind["pipeline"]]["gradients_bytes"]
+
+
+def test_states_on_the_host_have_a_column(plan_path: Path) -> None:
+    """Where a plan offloads them, and only there."""
+    plan = read(Plan, plan_path)
+    rank = MeasuredRank(rank=0, pipeline=0, parameters=10, peak_bytes=0, optimizer_bytes=8, host_bytes=120)
+    plain = rank.model_copy(update={"host_bytes": 0})
+    with_host, without = (
+        _dry_text(plan, DryRun((DryRank((0,), built, None, 0),))).splitlines() for built in (rank, plain)
+    )
+    assert with_host[0].endswith("optimizer bytes  states on the host")
+    assert with_host[1].split()[-2:] == ["8", "120"]
+    assert without[0].endswith("optimizer bytes")
 
 
 def test_a_dry_run_finds_what_does_not_hold(planner: Command, gpt2_plan: Path) -> None:

@@ -123,6 +123,19 @@ def test_the_replica_that_memory_is_predicted_for_is_told(plan_path: Path) -> No
     assert told in run_text(plan.model_copy(update={"layout": shared}), measured_run(plan))
 
 
+def test_bytes_on_the_host_are_told_beside_their_prediction(plan_path: Path) -> None:
+    """Where a run offloads: 1 GiB was predicted, and 2 were used, so it is off by -50 %. Others have no such table."""
+    plan = read(Plan, plan_path)
+    measured = measured_run(plan)
+    assert "on the host" not in run_text(plan, measured)
+    rows = tuple(row.model_copy(update={"host_bytes": 1 << 30}) for row in plan.prediction.memory)
+    promised = plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"memory": rows})})
+    ranks = tuple(rank.model_copy(update={"host_bytes": 2 << 30}) for rank in measured.ranks)
+    lines = run_text(promised, measured.model_copy(update={"ranks": ranks})).splitlines()
+    (header,) = (index for index, line in enumerate(lines) if "measured on the host" in line)
+    assert lines[header + 1].split() == ["0", "0", "1.00", "GiB", "2.00", "GiB", "-50.0", "%"]
+
+
 def test_the_node_that_this_machine_is_taken_for_is_told(
     planner: Command, plan_path: Path, calls: list[dict[str, Any]]
 ) -> None:
