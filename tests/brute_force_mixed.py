@@ -7,7 +7,7 @@ actions of a schedule, how layers are dealt, and the shares of replicas that dif
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations, product
 from typing import Any
@@ -113,15 +113,28 @@ def _choices(
     data, count = len(rows), job.global_batch_size // split[0]
     zeros = (0,) if is_alone else (0, 1, 2, 3)
     if len(set(rows)) == 1 and count % data == 0:
-        for zero, schedule in product(zeros, PARTITIONED):
-            yield {"expert_parallel_degree": split[3], "zero_stage": zero, "schedule": schedule}
+        for (zero, shards), schedule in product(_sharings(zeros, rows, split), PARTITIONED):
+            degrees = {"zero_stage": zero, "zero_shard_degree": shards}
+            yield {"expert_parallel_degree": split[3], "schedule": schedule, **degrees}
         return
     speeds = Speeds.of(workload(profile, cluster, job), split)
     shares = fair_shares([speeds.ticks(row) for row in rows], count, len(rows[0]) - 1)
     if split[3] > 1 or min(shares) == 0:
         return
-    for zero, schedule, mode in product(zeros[:2], PARTITIONED, modes_offered(profile)):
-        yield {"micro_batch_shares": shares, "zero_stage": zero, "schedule": schedule, "recompute": mode}
+    sharings = _sharings(zeros[:2], rows, split)
+    for (zero, shards_), schedule, mode in product(sharings, PARTITIONED, modes_offered(profile)):
+        order = {"schedule": schedule, "recompute": mode}
+        yield {"micro_batch_shares": shares, "zero_stage": zero, "zero_shard_degree": shards_, **order}
+
+
+def _sharings(zeros: Sequence[int], rows: Rows, split: Split) -> list[tuple[int, int | None]]:
+    """ZeRO stages, shared out by all replicas, or by neighbours that stand in one node group."""
+    context, expert = split[2], split[3]
+    replicas = [row for row in rows for _ in range(context)]
+    count = len(replicas)
+    sizes = [size for size in range(2, count) if count % size == 0 and size % expert == 0]
+    near = [size for size in sizes if all(len(set(replicas[at : at + size])) == 1 for at in range(0, count, size))]
+    return [(zero, size) for zero in zeros for size in (None, *(near if zero else ()))]
 
 
 def _place(layout: Layout, cluster: Cluster) -> tuple[RankPlacement, ...]:

@@ -7,7 +7,8 @@ same node groups, stage by stage, and that have as many micro-batches, act alike
     (V2)  layers are priced by their cell's node group; the tensor, context and expert groups are those of the column's
           cells on the stage, whichever crosses most nodes                                      -> _rank_costs()
     (V3)  gradients are summed over the slowest links, field by field, of all node groups that hold the stage; no rank
-          goes on before the slowest of the stage has updated its parameters                    -> _communicator()
+          goes on before the slowest of the stage has updated its parameters; groups that share out ZeRO's states
+          stand in one node group each, and go at the pace of the slowest of them                -> _linked()
     (V4)  a boundary between two node groups takes the slower of their network links, field by field  -> _boundary()
     (V5)  step = max over columns and pipeline ranks of end(p) + tail(p)                        -> planner.cost.step
     (V6)  memory of a pipeline rank is that of the column that has least room left              -> planner.cost.step
@@ -123,7 +124,7 @@ def check_mixed(work: Workload, layout: Layout, columns: Sequence[Column]) -> No
     Raises:
         UnsupportedError: names the field.
     """
-    plain: dict[str, object] = {"virtual_stages_per_rank": 1, "sequence_chunks": 1, "zero_shard_degree": None}
+    plain: dict[str, object] = {"virtual_stages_per_rank": 1, "sequence_chunks": 1}
     why = "on several node groups" if work.groups else "with micro_batch_shares"
     plain |= {"activation_offload": False, "optimizer_offload": False}
     if len(columns) > 1:
@@ -137,6 +138,14 @@ def check_mixed(work: Workload, layout: Layout, columns: Sequence[Column]) -> No
             field="layout.schedule",
             mend=f"use {' or '.join(MIXED_SCHEDULES)}.",
         )
+    rows = dict(sorted((data, column.groups) for column in columns for data in column.data_ranks))
+    if not shards_are_near(tuple(rows.values()), layout.context_parallel_degree, layout.zero_shard_degree):
+        raise UnsupportedError(
+            f"groups of {layout.zero_shard_degree} data- and context-parallel ranks that share out ZeRO's states would "
+            "stand in two node groups.",
+            field="layout.zero_shard_degree",
+            mend="choose a divisor of the replicas in every node group, or leave it out.",
+        )
     if len(columns) > 1 and layout.zero_stage > 1:
         raise UnsupportedError(
             f"zero_stage must be 0 or 1 where replicas differ, since all of them would wait for the slowest in every "
@@ -144,6 +153,19 @@ def check_mixed(work: Workload, layout: Layout, columns: Sequence[Column]) -> No
             field="layout.zero_stage",
             mend="give 1.",
         )
+
+
+def shards_are_near(rows: Sequence[tuple[int, ...]], context: int, shards: int | None) -> bool:
+    """Does every group of neighbours that share out ZeRO's states stand in one node group, stage by stage?
+
+    Args:
+        rows: node groups of every data rank, see `standings`.
+        context: parallel degree: so many neighbours are of one data rank.
+        shards: neighbours of a group; None: all of them share out the states, wherever they stand.
+    """
+    replicas = [row for row in rows for _ in range(context)]
+    step = shards or 1
+    return all(len(set(replicas[start : start + step])) == 1 for start in range(0, len(replicas), step))
 
 
 def fair_shares(ticks: Sequence[int], micro_batches: int, fill: int) -> tuple[int, ...]:
@@ -270,7 +292,7 @@ class _Pricing:
             return groups
         those = [self.groups[each] for each in holders]
         links = (_slowest([each.intra_node for each in those]), _slowest([_network(each) for each in those]))
-        names = ("data", "expert_data", "shard", "expert_shard")
+        names = ("data", "expert_data", "shard", "expert_shard", "copies")
         return replace(groups, **{name: replace(getattr(groups, name), links=links) for name in names})
 
     def _boundary(self, column: Column, stage: int) -> Link:
@@ -308,7 +330,8 @@ def _communicators(
     """By column and pipeline rank: of the column's ranks the widest of every kind that exchanges activations, and of
     the whole stage of those that sum gradients."""
     stages = range(layout.pipeline_parallel_degree)
-    summing = [_widest_groups(sizes, layout, stage, ("data", "expert_data"), None) for stage in stages]
+    shards: tuple[CommunicatorName, ...] = ("shard", "expert_shard", "copies") if layout.zero_shard_degree else ()
+    summing = [_widest_groups(sizes, layout, stage, ("data", "expert_data", *shards), None) for stage in stages]
     near: tuple[CommunicatorName, ...] = ("tensor", "context", "expert")
     return tuple(
         tuple(_groups(_widest_groups(sizes, layout, stage, near, column) | summing[stage]) for stage in stages)
@@ -346,13 +369,15 @@ _DEGREES = {
 
 
 def _groups(found: dict[str, Group]) -> Groups:
-    """With the data-parallel ranks as those that share out states: all of them do."""
-    return Groups(**found, shard=found["data"], expert_shard=found["expert_data"], copies=_ALONE)
+    """With the data-parallel ranks as those that share out states, unless groups of them do."""
+    every = {"shard": found["data"], "expert_shard": found["expert_data"], "copies": _ALONE}
+    return Groups(**{**every, **found})
 
 
 def _shapes(groups: Groups) -> tuple[tuple[int, int, int], ...]:
     """How communicators lie on the nodes: with the node groups that they cross, this tells their links too."""
-    several = (groups.tensor, groups.context, groups.expert, groups.data, groups.expert_data)
+    near, shards = (groups.tensor, groups.context, groups.expert), (groups.shard, groups.expert_shard, groups.copies)
+    several = (*near, groups.data, groups.expert_data, *shards)
     return tuple((one.ranks, one.nodes, one.ranks_per_node) for one in several)
 
 

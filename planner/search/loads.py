@@ -2,7 +2,7 @@
 anything but the layers themselves is priced, and after.
 
     (U4)  a rank does no less than its layers cost with the nearest tensor-parallel ranks and nobody else to exchange
-          with; and of R replicas that share out states under ZeRO z it holds 1 / R of those that z names, at least;
+          with; and where k ranks at most share out states under ZeRO z it holds 1 / k of those that z names, at least;
           layers that share parameters may lie on one rank, so theirs count nothing            -> portion_bound()
     (U7)  reductions, and what ZeRO 2 and 3 exchange in every micro-batch, take a latency and a time per element: of
           the largest layer's, a smaller layer takes at least its part by elements             -> _exchanges()
@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 import numpy as np
 
@@ -31,13 +32,10 @@ from planner.search.segments import LayerModes
 from planner.search.space import Family, Zero
 from planner.search.spread import ROUNDING, Floats, RankLoad, Spread
 from planner.search.standing import Speeds
-from planner.spec.layout import ZeroStage
 from planner.spec.profile import ModelProfile
 
 _LESS = 1 - 1e-6
 """For what rounding to ticks and whole shards may spare a small layer."""
-_PORTIONS = ((0, 1), (2,), (3,))
-"""ZeRO stages that are bounded together: of 0 and 1 either may dominate the other."""
 
 
 def part_ticks(work: Workload, groups: Sequence[int]) -> int:
@@ -55,34 +53,33 @@ def part_ticks(work: Workload, groups: Sequence[int]) -> int:
 
 
 def portions(work: Workload, family: Family, limit_ticks: int) -> Iterator[tuple[int, Family]]:
-    """Parts of a family on several node groups by their ZeRO stages, each with a bound by (U4); the family as a whole,
-    where even the stage that needs least memory is no better than the limit."""
-    stages = {zero.stage for zero in family.zeros}
-    least = portion_bound(work, family, max(stages), limit_ticks)
+    """Parts of a family on several node groups by how they share out states, each with a bound by (U4) and (U7); the
+    family as a whole, where even what needs least memory, without any exchange, is no better than the limit."""
+    least = portion_bound(work, family, limit_ticks, has_exchanges=False)
     if least >= limit_ticks:
         yield least, family
         return
     before = 0
-    for together in _PORTIONS:
-        part = replace(family, zeros=tuple(zero for zero in family.zeros if zero.stage in together), ways_before=before)
-        if part.zeros:
-            stage = max(zero.stage for zero in part.zeros)
-            yield (least if stage == max(stages) else portion_bound(work, family, stage, limit_ticks)), part
-            before += len(part.ways)
+    for _, together in groupby(family.zeros, key=lambda zero: (max(1, zero.stage), zero.shards is None)):
+        part = replace(family, zeros=tuple(together), ways_before=before)
+        yield portion_bound(work, part, limit_ticks), part
+        before += len(part.ways)
 
 
-def portion_bound(work: Workload, family: Family, stage: ZeroStage, limit_ticks: int) -> int:
-    """Ticks that no layout of a family with this ZeRO stage beats under gpipe and 1f1b, by (U4); what is no better
+def portion_bound(work: Workload, family: Family, limit_ticks: int, *, has_exchanges: bool = True) -> int:
+    """Ticks that no layout of a family, or of a part, beats under gpipe and 1f1b, by (U4) and (U7); what is no better
     than the limit is not told more exactly."""
     layout = family.layout(Zero(0), family.orders[0])
     rows, shares = standings(work, layout), layout.shares(work.job.global_batch_size)
     assert rows is not None, "cells of a family stand in one node group each"
-    used = {place for row in rows for place in row}
-    loads = {place: _nearest_load(work.groups[place], family, stage) for place in used}
+    loads = {place: _nearest_load(work.groups[place], family) for place in {place for row in rows for place in row}}
+    columns = dict.fromkeys(zip(rows, shares, strict=True))
+    rates = _exchanges(work, family) if has_exchanges else {}
     bound = 0
-    for (row, share), taken in _exchanges(work, family, stage, sorted(set(zip(rows, shares, strict=True)))).items():
-        in_flight = [min(share, len(row) - rank) for rank in range(len(row))]
+    for row, share in columns:
+        taken = rates.get((row, share), [(0.0, 0.0)] * len(row))
         ranks = [loads[place].with_exchanges(*each) for place, each in zip(row, taken, strict=True)]
+        in_flight = [min(share, len(row) - rank) for rank in range(len(row))]
         bound = max(bound, Spread.of(ranks, share, in_flight).bound(limit_ticks))
     return bound
 
@@ -91,20 +88,25 @@ _Column = tuple[tuple[int, ...], int]
 """Node groups of its pipeline ranks, and its share."""
 
 
-def _exchanges(
-    work: Workload, family: Family, stage: ZeroStage, columns: Sequence[_Column]
-) -> dict[_Column, list[tuple[float, float]]]:
-    """Ticks per element on every pipeline rank, of a micro-batch and of a step: equation (U7)."""
+def _exchanges(work: Workload, family: Family) -> dict[_Column, list[tuple[float, float]]]:
+    """Ticks per element on every pipeline rank, of a micro-batch and of a step, under the way to share out states that
+    takes least: equation (U7)."""
     layer = _largest_layer(work)
     if layer is None:
-        return {column: [(0.0, 0.0)] * len(column[0]) for column in columns}
+        return {}
     alone = replace(work, profile=layer, groups=tuple(_with_profile(group, layer) for group in work.groups))
-    layout, found = family.layout(Zero(stage), family.orders[0]), {}
-    for told, costs in zip(columns_of(alone, layout), mixed_costs(alone, layout).columns, strict=True):
-        each = [next(iter(rank.layers[0].values())) for rank in costs.ranks]
-        rates = [(cost.gather_ticks / cost.parameters, cost.reduction_ticks / cost.parameters) for cost in each]
-        found[told.groups, told.micro_batches] = [(once * _LESS, step * _LESS) for once, step in rates]
-    return found
+    layouts = [family.layout(zero, family.orders[0]) for zero in family.zeros]
+    every = [[_rates(column) for column in mixed_costs(alone, layout).columns] for layout in layouts]
+    least = [np.minimum.reduce(same).tolist() for same in zip(*every, strict=True)]
+    columns = columns_of(alone, layouts[0])
+    return {(column.groups, column.micro_batches): rates for column, rates in zip(columns, least, strict=True)}
+
+
+def _rates(column: LayoutCosts) -> Floats:
+    """Ticks per element of its only layer, [rank, (of a micro-batch, of a step)]."""
+    costs = [next(iter(rank.layers[0].values())) for rank in column.ranks]
+    rates = [(cost.gather_ticks / cost.parameters, cost.reduction_ticks / cost.parameters) for cost in costs]
+    return np.array(rates) * _LESS
 
 
 def _largest_layer(work: Workload) -> ModelProfile | None:
@@ -135,15 +137,16 @@ def _with_profile(work: Workload, profile: ModelProfile) -> Workload:
     return found
 
 
-def _nearest_load(work: Workload, family: Family, stage: ZeroStage) -> RankLoad:
+def _nearest_load(work: Workload, family: Family) -> RankLoad:
     """Of a device of a node group: equation (U4)."""
     key = ("loads", family.split)
     if key not in work.spent:
         work.spent[key] = _whole_load(work, family)
     load: RankLoad
     load, states = work.spent[key]
-    replicas = family.data * family.context
-    parts = [replicas if stage >= level else 1 for level in (3, 2, 1)]
+    replicas, stage = family.data * family.context, max(zero.stage for zero in family.zeros)
+    shards = max(zero.shards or replicas for zero in family.zeros)
+    parts = [shards if stage >= level else 1 for level in (3, 2, 1)]
     held = sum(each / ranks for each, ranks in zip(states, parts, strict=True))
     return replace(load, ogp_bytes=held)
 

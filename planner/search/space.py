@@ -263,11 +263,11 @@ def _permitted_zeros(
     offloads_activations: bool,
 ) -> tuple[Zero, ...]:
     """Ways to share out states: equations (D5), (D8), (D13) and (D14); replicas that differ take none that exchange in
-    every micro-batch, and neither they nor a heterogeneous cluster groups."""
+    every micro-batch, and on several node groups each group stands within one."""
     data, _, _, context, expert = degrees
     zeros = ((Zero(0), 1),) if is_alone else _zeros(data * context, expert)
     if work.groups or not standing.are_alike:
-        zeros = tuple((zero, ranks) for zero, ranks in zeros if zero.shards is None)
+        zeros = tuple((zero, ranks) for zero, ranks in zeros if zero.shards in standing.near_shards)
     if chunks > 1 or not standing.are_alike:
         zeros = tuple((zero, ranks) for zero, ranks in zeros if zero.stage < 2)
     if offloads_activations:

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost import Workload
-from planner.cost.mixed import fair_shares, layer_ticks, standings
+from planner.cost.mixed import fair_shares, layer_ticks, shards_are_near, standings
 from planner.spec.job import Constraint, allows
 from planner.spec.layout import Layout, RankOrder
 
@@ -50,6 +50,8 @@ class Standing(NamedTuple):
     """`Layout.micro_batch_shares`."""
     are_alike: bool = True
     """All data ranks: the same devices, stage by stage, and equal shares."""
+    near_shards: tuple[int | None, ...] = (None,)
+    """On a heterogeneous cluster: ranks that may share out ZeRO's states, `Layout.zero_shard_degree`: (D10)."""
     least_ticks: int = 0
     """That no stage map beats, on a heterogeneous cluster or with shares that differ: (D12)."""
 
@@ -143,14 +145,23 @@ def _on_groups(work: Workload, degrees: Degrees, count: int, order: RankOrder, s
         return
     ticks = {row: speeds.ticks(row) for row in set(rows)}
     if len(ticks) == 1 and count % data == 0:
-        yield Standing(count // data, (order,), least_ticks=speeds.least(rows[0], count // data))
+        least = speeds.least(rows[0], count // data)
+        yield Standing(count // data, (order,), near_shards=_near_shards(rows, context), least_ticks=least)
     elif expert == 1:
         shares = _shares(tuple(ticks[row] for row in rows), count, pipeline - 1)
         is_twin = work.is_rearranged and _are_apart(rows, shares, ticks)
         if min(shares) > 0 and not is_twin:
             least = max(speeds.least(*each) for each in set(zip(rows, shares, strict=True)))
             told = shares if len(set(shares)) > 1 else None
-            yield Standing(max(shares), (order,), told, are_alike=False, least_ticks=least)
+            near = _near_shards(rows, context)
+            yield Standing(max(shares), (order,), told, are_alike=False, near_shards=near, least_ticks=least)
+
+
+def _near_shards(rows: Sequence[tuple[int, ...]], context: int) -> tuple[int | None, ...]:
+    """All replicas, or groups of neighbours that stand in one node group each: equation (D10)."""
+    replicas = len(rows) * context
+    sizes = (size for size in range(2, replicas) if replicas % size == 0)
+    return (None, *(size for size in sizes if shards_are_near(rows, context, size)))
 
 
 def _are_apart(rows: Sequence[tuple[int, ...]], shares: Sequence[int], ticks: Mapping[tuple[int, ...], int]) -> bool:

@@ -68,12 +68,24 @@ def check_differences(plan: Plan, facts: Facts, findings: Findings) -> None:
             findings.wrong("layout.schedule", f"{layout.schedule} does not run on {where}, only gpipe and 1f1b.")
         findings.equal(f"layout.virtual_stages_per_rank on {where}", layout.virtual_stages_per_rank, 1)
         findings.equal(f"layout.sequence_chunks on {where}", layout.sequence_chunks, 1)
-        findings.equal(f"layout.zero_shard_degree on {where}", layout.zero_shard_degree, None)
+        _check_near_shards(plan, facts, findings)
     if columns > 1:
         if layout.zero_stage > 1:
             findings.wrong("layout.zero_stage", f"ZeRO {layout.zero_stage} does not run on {where}, only 0 and 1.")
         findings.equal(f"layout.expert_parallel_degree on {where}", layout.expert_parallel_degree, 1)
     findings.checked.append("schedule, ZeRO stage and experts are such as replicas and devices that differ can run")
+
+
+def _check_near_shards(plan: Plan, facts: Facts, findings: Findings) -> None:
+    """Neighbours that share out ZeRO's states stand on one kind of device."""
+    degree, homes = plan.layout.zero_shard_degree, dict[tuple[int, int], set[int]]()
+    for row in plan.placement if degree else ():
+        neighbours = (row.data * plan.layout.context_parallel_degree + row.context) // (degree or 1)
+        homes.setdefault((row.pipeline, neighbours), set()).add(facts.group_of(row.node))
+    for (pipeline, neighbours), groups in homes.items():
+        if len(groups) > 1:
+            message = f"group {neighbours} of {degree} on pipeline rank {pipeline} stands in {len(groups)} node groups."
+            findings.wrong("layout.zero_shard_degree", message)
 
 
 def _check_shards(layout: Layout, replicas: int, findings: Findings) -> None:

@@ -96,14 +96,23 @@ def _sharded(draw: st.DrawFn, layout: Layout, groups: tuple[NodeGroup, ...]) -> 
     divisors = [each for each in range(1, replicas + 1) if replicas % each == 0]
     expert = 1 if differ else draw(st.sampled_from(divisors))
     zero = draw(st.sampled_from((0, 1) if differ else (0, 1, 2, 3)))
-    is_plain = zero and len(groups) == 1 and layout.micro_batch_shares is None
-    shards = [each for each in divisors[1:-1] if each % expert == 0] if is_plain else []
+    shards = [each for each in divisors[1:-1] if each % expert == 0 and zero and _is_near(layout, groups, each)]
     fields = {
         "expert_parallel_degree": expert,
         "zero_stage": zero,
         "zero_shard_degree": draw(st.sampled_from((None, *shards))),
     }
     return Layout.model_validate(layout.model_dump() | fields)
+
+
+def _is_near(layout: Layout, groups: tuple[NodeGroup, ...], shards: int) -> bool:
+    """Do so many neighbours among the replicas always stand in one node group?"""
+    homes = [place for place, one in enumerate(groups) for _ in range(one.nodes * one.devices_per_node)]
+    members: dict[tuple[int, int], set[int]] = {}
+    for row in placed(layout, devices_of(groups)):
+        neighbours = (row.data * layout.context_parallel_degree + row.context) // shards
+        members.setdefault((row.pipeline, neighbours), set()).add(homes[row.rank])
+    return all(len(each) == 1 for each in members.values())
 
 
 def replicas_differ(layout: Layout, groups: tuple[NodeGroup, ...]) -> bool:
