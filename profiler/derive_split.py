@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from profiler.cut import CutLayer
+from profiler.split_attention import can_split, split_attention
 from profiler.split_products import Product, product_of, reads_split_features, split_columns, split_rows
 from profiler.split_tensor import IndivisibleError, NoRuleError, SplitTensor, take_part
 from profiler.transformer_cut import meta_friendly
@@ -49,11 +50,18 @@ class DerivedSplit:
     columns: dict[str, int]
     """Column-wise products, with the number of their sections."""
     rows: tuple[str, ...]
+    attentions: tuple[str, ...]
+    """torch's own attention modules, split by heads (`profiler.split_attention`)."""
     divisor: int
     """Degrees that divide it can be split by."""
 
+    @property
+    def is_empty(self) -> bool:
+        """Is nothing split?"""
+        return not self.columns and not self.attentions
 
-NOTHING = DerivedSplit({}, (), 1)
+
+NOTHING = DerivedSplit({}, (), (), 1)
 
 
 def derive(source: ModelSource) -> DerivedSplit:
@@ -62,7 +70,7 @@ def derive(source: ModelSource) -> DerivedSplit:
         return NOTHING
     for ranks in RANKS:
         found, was_indivisible = _derive(source, ranks)
-        if found.columns or not was_indivisible:
+        if not found.is_empty or not was_indivisible:
             return found
     return NOTHING
 
@@ -75,6 +83,7 @@ def _derive(source: ModelSource, ranks: int) -> tuple[DerivedSplit, bool]:
         first.setdefault(layer.kind, index)
     columns: dict[str, int] = {}
     rows: list[str] = []
+    attentions: list[str] = []
     divisor, was_indivisible = 0, False
     for kind, index in first.items():
         if _products(source.blueprint, cut.layers[index]) < 2:
@@ -82,17 +91,19 @@ def _derive(source: ModelSource, ranks: int) -> tuple[DerivedSplit, bool]:
         run = _Layer(source, index, ranks)
         found = run.split(tied)
         was_indivisible |= run.was_indivisible
-        divisor = gcd(divisor, found.divisor) if found.columns else divisor
+        divisor = divisor if found.is_empty else gcd(divisor, found.divisor)
         for other in (layer for layer in cut.layers if layer.kind == kind):
             names = partial(_renamed, cut.layers[index], other)
             columns |= {names(name): sections for name, sections in found.columns.items()}
-            rows += [names(name) for name in found.rows]
-    return DerivedSplit(columns, tuple(rows), divisor or 1), was_indivisible
+            rows += map(names, found.rows)
+            attentions += map(names, found.attentions)
+    return DerivedSplit(columns, tuple(rows), tuple(attentions), divisor or 1), was_indivisible
 
 
 def _products(model: nn.Module, layer: CutLayer) -> int:
-    """Products in a layer."""
-    return sum(product_of(each) is not None for name in layer.modules for each in model.get_submodule(name).modules())
+    """Products in a layer; attention has two."""
+    modules = [each for name in layer.modules for each in model.get_submodule(name).modules()]
+    return sum((product_of(each) is not None) + 2 * can_split(each) for each in modules)
 
 
 def _renamed(layer: CutLayer, other: CutLayer, name: str) -> str:
@@ -161,6 +172,7 @@ class _Layer:
     module: nn.Module = field(init=False)
     inputs: tuple[Any, ...] = field(init=False)
     products: dict[str, nn.Module] = field(init=False)
+    attentions: dict[str, Any] = field(init=False)
     was_indivisible: bool = False
     """Has something not been split only because so many ranks do not divide it?"""
 
@@ -169,18 +181,23 @@ class _Layer:
         tokens = min(tokens, self.source.longest_sequence or tokens)
         self.inputs = self.source.borders(samples, tokens).takes[self.index]
         self.module = self.source.cut().layer(copy.deepcopy(self.source.blueprint), self.index)
-        self.products = {name: each for name, each in self.module.named_modules() if product_of(each) is not None}
+        named = dict(self.module.named_modules())
+        self.products = {name: each for name, each in named.items() if product_of(each) is not None}
+        self.attentions = {name: each for name, each in named.items() if can_split(each)}
 
     def split(self, tied: set[str]) -> DerivedSplit:
         """Greedily, product by product in the order in which they run."""
         found = NOTHING
         for name in self._in_order():
-            if name in tied or name in found.rows:
+            if name in tied or f"{name}.out_proj" in tied or name in found.rows:
+                continue
+            if name in self.attentions:
+                found = self._try(found.columns, tied, (*found.attentions, name)) or found
                 continue
             product = product_of(self.products[name])
             assert product is not None
             for sections in SECTIONS if product.features == -1 else SECTIONS[:1]:
-                more = self._try(found.columns | {name: sections}, tied)
+                more = self._try(found.columns | {name: sections}, tied, found.attentions)
                 if more is not None:
                     found = more
                     break
@@ -191,7 +208,7 @@ class _Layer:
         calls: list[str] = []
         handles = [
             module.register_forward_pre_hook(lambda *_, name=name: calls.append(name))
-            for name, module in self.products.items()
+            for name, module in (self.products | self.attentions).items()
         ]
         try:
             with self._running():
@@ -206,11 +223,14 @@ class _Layer:
     def _running(self) -> AbstractContextManager[None]:
         return meta_friendly() if hasattr(self.module, "config") else nullcontext()
 
-    def _try(self, columns: dict[str, int], tied: set[str]) -> DerivedSplit | None:
+    def _try(self, columns: dict[str, int], tied: set[str], attentions: tuple[str, ...]) -> DerivedSplit | None:
         """None: some rank could not go on alone, or the layer would hand on a part."""
         ranks, rows = _Shapes(self.ranks), list[str]()
-        kept = {name: (dict(module._parameters), vars(module).get("forward")) for name, module in self.products.items()}
+        touched = [*self.products.values(), *self.attentions.values(), *(a.out_proj for a in self.attentions.values())]
+        kept = [(module, dict(module._parameters), vars(module).get("forward")) for module in touched]
         try:
+            for name in attentions:
+                split_attention(self.attentions[name], ranks, partial(hold_on_meta, self.ranks))
             for name, module in self.products.items():
                 if name in columns:
                     split_columns(module, columns[name], ranks, partial(hold_on_meta, self.ranks))
@@ -225,15 +245,14 @@ class _Layer:
         except Exception:  # any: with other shapes inside, the user's code may stumble anywhere
             return None
         finally:
-            for name, module in self.products.items():
-                parameters, forward = kept[name]
+            for module, parameters, forward in kept:
                 module._parameters.update(parameters)
                 vars(module).pop("forward", None)
                 if forward is not None:
                     module.forward = forward
         if any(isinstance(each, SplitTensor) for each in tree_leaves(made)):
             return None
-        return DerivedSplit(columns, tuple(rows), ranks.common)
+        return DerivedSplit(columns, tuple(rows), attentions, ranks.common)
 
 
 def _whole_or_rows(

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from profiler import tensor_parallel
 from profiler.expert_parallel import experts_of
 from profiler.tensor_parallel import COLUMN_STYLES, DERIVED_ROWS, ROW_STYLES, is_derived, sections_of
-from profiler.transformer_cut import TransformerChain, hidden_argument
+from profiler.transformer_cut import TransformerChain, hidden_argument, hidden_output
 
 if TYPE_CHECKING:
     from profiler.models import ModelSource
@@ -68,13 +68,11 @@ class SequencePlan:
         inside = {name: style for name, style in styles.items() if name.startswith(f"{blocks_name}.")}
         owners = {name for name in _owners(stage) if name.startswith(f"{blocks_name}.")} - set(experts_of(stage))
         rows = tuple(name for name, style in inside.items() if style in ROW_STYLES or style == DERIVED_ROWS)
-        parents = dict.fromkeys(name.rpartition(".")[0] for name in rows)
-        regions = tuple(parent for parent in parents if all(name in inside for name in _below(parent, owners)))
-        loose = tuple(
-            name
-            for name, style in inside.items()
-            if (style in COLUMN_STYLES or sections_of(style)) and not any(_is_below(name, region) for region in regions)
-        )
+        columns = tuple(name for name, style in inside.items() if style in COLUMN_STYLES or sections_of(style))
+        parents = dict.fromkeys(name.rpartition(".")[0] for name in columns)
+        closed = [parent for parent in parents if all(name in inside for name in _below(parent, owners))]
+        regions = tuple(parent for parent in closed if not any(_is_below(parent, other) for other in closed))
+        loose = tuple(name for name in columns if not any(_is_below(name, region) for region in regions))
         derived = any(map(is_derived, inside.values()))
         return cls(regions + loose, rows, tuple(sorted(owners - set(inside))), derived)
 
@@ -178,6 +176,16 @@ def split_borders(
         first = stage.get_submodule(chain.after[0])
         # Not a hook: hooks that are added later must see the module start before.
         first.forward = partial(_run_changed, first.forward, gather)
+    else:
+        blocks[-1].register_forward_hook(partial(_widened, parts))
+
+
+def _widened(parts: int, module: nn.Module, arguments: Any, output: Any) -> Any:
+    """The model's code behind the blocks, whose result goes nowhere, finds a tensor of the whole sequence's length."""
+    part = hidden_output(output).detach()
+    batch, length, features = part.shape
+    whole = part[:, :1].expand(batch, length * parts, features)
+    return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
 
 def enter_regions(stage: nn.Module, names: tuple[str, ...], enter: Change) -> None:

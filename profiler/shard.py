@@ -24,10 +24,10 @@ from profiler.derive_split import hold_on_meta
 from profiler.expert_parallel import Alone, Routes, experts_of, share_out
 from profiler.quantities import Exchange, GroupName
 from profiler.sequence_parallel import DIMENSION, SequencePlan, enter_regions, split_borders
-from profiler.split_products import split_columns, split_rows
+from profiler.split_modules import split_module
 from profiler.split_tensor import join_parts, take_part
 from profiler.splits import Split
-from profiler.tensor_parallel import COLUMN_STYLES, REPLICATED_STYLES, ROW_STYLES, is_derived, sections_of
+from profiler.tensor_parallel import COLUMN_STYLES, REPLICATED_STYLES, ROW_STYLES, is_derived
 from profiler.transformer_cut import TransformerChain
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def shard(
         module = stage.get_submodule(name)
         if is_derived(style):
             ranks = _DerivedRanks(degree, exchanges, sequence=name in in_regions)
-            _split_derived(module, sections_of(style), ranks)
+            split_module(module, style, ranks, partial(hold_on_meta, degree))
         elif style in REPLICATED_STYLES:
             _share_gradients(module, exchanges)
         elif not isinstance(module, nn.Linear):
@@ -200,14 +200,6 @@ class _DerivedRanks:
     def divide(self, length: int) -> bool:
         """See `profiler.split_tensor.Ranks`."""
         return length % self.ranks == 0
-
-
-def _split_derived(module: nn.Module, sections: int, ranks: _DerivedRanks) -> None:
-    hold = partial(hold_on_meta, ranks.ranks)
-    if sections:
-        split_columns(module, sections, ranks, hold)
-    else:
-        split_rows(module, ranks, hold)
 
 
 def _share_context(layer: nn.Module, ranks: int, exchanges: Exchanges, *, parts: int) -> None:

@@ -18,9 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from profiler.split_products import Entered, split_columns, split_rows
+from profiler.split_modules import split_module
+from profiler.split_products import Entered
 from profiler.split_tensor import join_parts, take_part
-from profiler.tensor_parallel import is_derived, sections_of
+from profiler.tensor_parallel import is_derived
 
 # Before torch 2.13 it had another name, which warns by now.
 _all_gather: Callable[..., Tensor] = getattr(collectives, "all_gather_single", collectives.all_gather_tensor)
@@ -166,10 +167,5 @@ def split_derived(stage: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh,
     """
     ranks = GroupRanks(mesh, sequence=sequence)
     for name, style in styles.items():
-        if not is_derived(style):
-            continue
-        module, sections = stage.get_submodule(name), sections_of(style)
-        if sections:
-            split_columns(module, sections, ranks, partial(_hold, mesh))
-        else:
-            split_rows(module, ranks, partial(_hold, mesh))
+        if is_derived(style):
+            split_module(stage.get_submodule(name), style, ranks, partial(_hold, mesh))

@@ -54,10 +54,8 @@ def _run_convolution(module: Any, input: Tensor, weight: Tensor, bias: Tensor | 
     return made
 
 
-_LINEAR = Product(1, 0, -1, _run_linear)
 _PRODUCTS: dict[type[nn.Module], Product] = {
-    nn.Linear: _LINEAR,
-    nn.modules.linear.NonDynamicallyQuantizableLinear: _LINEAR,
+    nn.Linear: Product(1, 0, -1, _run_linear),
     nn.Conv1d: Product(1, 0, -2, _run_convolution),
     nn.Conv2d: Product(1, 0, -3, _run_convolution),
     nn.Conv3d: Product(1, 0, -4, _run_convolution),

@@ -120,7 +120,7 @@ class SplitTensor(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        rule = RULES.get("mT" if func is Tensor.mT.__get__ else name)  # type: ignore[attr-defined]
+        rule = RULES.get("mT" if func == Tensor.mT.__get__ else name)  # type: ignore[attr-defined]
         if rule is None:
             raise NoRuleError(f"there is no rule for {name or func}")
         return rule(func, *args, **(kwargs or {}))

@@ -37,15 +37,16 @@ REPLICATED_STYLES = frozenset({"replicated_with_grad_allreduce"})
 KNOWN_STYLES = COLUMN_STYLES | ROW_STYLES | REPLICATED_STYLES
 """A plan with any other style is not used: half a plan would be wrong."""
 DERIVED_ROWS = "derived_rowwise"
+DERIVED_ATTENTION = "derived_attention"
 _DERIVED_COLUMNS = "derived_colwise:"
 """Followed by the number of sections, each of which is split by itself."""
-LARGEST_DERIVED = 16
-"""The largest degree that a derived plan is offered for."""
+LARGEST_DERIVED = 8
+"""The largest degree that a derived plan is offered for, as many as the devices of a usual node."""
 
 
 def is_derived(style: str) -> bool:
     """Does the style stand in a plan that was derived?"""
-    return style == DERIVED_ROWS or style.startswith(_DERIVED_COLUMNS)
+    return style in (DERIVED_ROWS, DERIVED_ATTENTION) or style.startswith(_DERIVED_COLUMNS)
 
 
 def sections_of(style: str) -> int:
@@ -87,7 +88,8 @@ def plan(source: ModelSource) -> dict[str, str]:
         return told
     derived = source.derived_split
     columns = {name: f"{_DERIVED_COLUMNS}{sections}" for name, sections in derived.columns.items()}
-    return columns | dict.fromkeys(derived.rows, DERIVED_ROWS)
+    attentions = dict.fromkeys(derived.attentions, DERIVED_ATTENTION)
+    return columns | dict.fromkeys(derived.rows, DERIVED_ROWS) | attentions
 
 
 def plan_of(model: Any) -> dict[str, str]:

@@ -121,11 +121,11 @@ def _place_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], _Offsets, tuple[in
     shape, whole = tuple(tensor.shape), tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return shape, (0,) * tensor.dim(), whole, 0, 1
-    if not is_sectioned(tensor):
+    placement = tensor.placements[0]
+    if not isinstance(placement, _StridedShard):
         shape, offsets = compute_local_shape_and_global_offset(whole, tensor.device_mesh, tensor.placements)
         return shape, offsets, whole, 0, 1
-    (placement,), shape = tensor.placements, tuple(tensor.to_local().shape)
-    dimension, sections = placement.dim, placement.split_factor
+    shape, dimension, sections = tuple(tensor.to_local().shape), placement.dim, int(placement.split_factor)
     first = tensor.device_mesh.get_local_rank() * (shape[dimension] // sections)
     return shape, tuple(first if each == dimension else 0 for each in range(len(shape))), whole, dimension, sections
 

@@ -87,6 +87,7 @@ BERT = {
     "max_position_embeddings": 32,
     "attention_probs_dropout_prob": 0.0,
 }
+BERT_STILL = {**BERT, "hidden_dropout_prob": 0.0}
 VIT = {
     "model_type": "vit",
     "num_hidden_layers": 2,
@@ -99,7 +100,7 @@ VIT = {
 }
 GRAPHS = ("unet", "resnet", "diffusion")
 """Callables of `tests.profiler.graphs`."""
-OWN = ("own_transformer", "own_network")
+OWN = ("own_transformer", "own_network", "torch_encoder")
 """Callables of `tests.profiler.blocks`."""
 CONFIGS = {
     "opt": OPT,
@@ -111,6 +112,7 @@ CONFIGS = {
     "gpt2-still": GPT2_STILL,
     "t5-split": T5_SPLIT,
     "bert": BERT,
+    "bert-still": BERT_STILL,
     "vit": VIT,
     "llama": LLAMA,
     "qwen3": QWEN3,

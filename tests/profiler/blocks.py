@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -104,3 +106,24 @@ def own_network() -> tuple[nn.Module, Tensor]:
     return nn.Sequential(nn.Conv2d(3, 8, 3), Residual(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), head), torch.randn(
         2, 3, 10, 10
     )
+
+
+def torch_encoder() -> tuple[nn.Module, Tensor]:
+    """torch's own encoder layers, without and with the samples in front, and a norm ahead."""
+    layer = {"d_model": WIDTH, "nhead": HEADS, "dim_feedforward": 64, "dropout": 0.0}
+    layers = (nn.TransformerEncoderLayer(**layer, batch_first=True, norm_first=True), Swapped(layer))
+    return nn.Sequential(*layers, Pool()), torch.randn(2, TOKENS, WIDTH)
+
+
+class Swapped(nn.Module):
+    """An encoder layer that takes the tokens in front, with a causal mask."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(**settings)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(samples, tokens, width) -> the same."""
+        mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool, device=hidden.device).triu(1)
+        made: Tensor = self.layer(hidden.transpose(0, 1), src_mask=mask).transpose(0, 1)
+        return made

@@ -195,10 +195,15 @@ def test_norms_are_partial_and_regions_are_whole_modules(write_config):
         assert all("norm" in name for name in plan.partial)
 
 
-@pytest.mark.parametrize(("family", "reason"), [("llama", ""), ("opt", ""), ("gpt2", ""), ("bert", "beside others")])
-def test_models_without_a_plan_are_refused(family: str, reason: str, write_config):
-    """Who cannot be tensor-parallel cannot share sequences either, and says why."""
-    assert reason in refusal(load_model(write_config(family)))
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "bert"])
+def test_chains_of_blocks_can_share_out_their_tokens(family: str, write_config):
+    """Whether somebody has told how to split them, or it is derived."""
+    assert refusal(load_model(write_config(family))) == ""
+
+
+def test_other_models_say_why_not():
+    """A Sequential hands on tensors in which no dimension is known to be a sequence."""
+    assert "no chain of blocks" in refusal(load_model("tests.profiler.blocks:own_transformer"))
 
 
 def test_profile_has_sequence_parallel_rows_where_the_sequence_divides(write_config):

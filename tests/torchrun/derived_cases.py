@@ -21,7 +21,10 @@ TWO_RANKS = {
     "gradients-t5": Case("t5-split", (7,), SGD, clip=0.5, **ONE_STEP),
     "gradients-vit": Case("vit", (4,), EXAMPLES, **ONE_STEP),
     "gradients-own": Case("own_transformer", (4,), EXAMPLES, clip=0.5, **ONE_STEP),
+    "gradients-torch-encoder": Case("torch_encoder", (3,), EXAMPLES, **ONE_STEP),
     "gradients-gpt2-sp": Case("gpt2-still", (6,), {**SGD, **SHARED, "micro_batch_size": 2}, clip=0.5, **ONE_STEP),
+    # Entered before its queries, keys and values alone: behind their product is a norm.
+    "gradients-bert-sp": Case("bert-still", (6,), {**SGD, **SHARED, "micro_batch_size": 2}, **ONE_STEP),
     "derived-convolutions": Case("own_network", (5,), {**EXAMPLES, "optimizer": "adamw"}, **SHORT),
 }
 FOUR_RANKS = {
