@@ -187,6 +187,22 @@ def test_what_was_found_can_be_asked_for_again(fixed: dict[str, Any]) -> None:
         assert kinds == ({"F", "B"} if fixed.get("recompute") else {"F", "I", "W"})
 
 
+def test_another_order_is_another_plan() -> None:
+    """The checker judges the plan's own order: what it holds, how long it takes, and whether it runs at all."""
+    made = found(UNEVEN, job(8, schedule=SYNTHESIZED, pipeline_parallel_degree=4, virtual_stages_per_rank=1), top=0)
+    first, *others = made.actions
+
+    def told(row: tuple[str, ...]) -> str:
+        return " ".join(check(made.model_copy(update={"actions": (row, *others)}), UNEVEN).problems)
+
+    late = tuple(sorted(first, key=lambda text: "W" in text))
+    assert "prediction.memory[0].activations_bytes" in told(late)
+    one_by_one = tuple(sorted(first, key=lambda text: (int(text[2:]), text[1])))
+    assert "dead-lock" in told(one_by_one)
+    assert "stands before" in told(first[::-1])
+    assert "one F and one B (or I and W) wanted" in told(tuple(text for text in first if text != "0W0"))
+
+
 def test_what_is_not_proven_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without CP-SAT a known order is taken, its gap to the bound of all told, and the layout counted as open."""
     step = job(16, schedule=SYNTHESIZED, pipeline_parallel_degree=4, virtual_stages_per_rank=1, recompute="none")
