@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from planner.cost import LayoutCosts, choose, layout_costs, predict_step, schedule_of, workload
+from planner.cost import LayoutCosts, StageMap, choose, layout_costs, predict_step, schedule_of, workload
 from planner.errors import UnsupportedError
 from planner.spec import Cluster, Layout, Prediction
 from planner.spec.cluster import NodeGroup
@@ -35,7 +35,7 @@ def costs_of(machines: Cluster | None = None, **offload: bool) -> LayoutCosts:
 
 def predicted(costs: LayoutCosts) -> Prediction:
     """Two layers on either stage."""
-    stage_map = (((0, "none"), (1, "none")), ((2, "none"), (3, "none")))
+    stage_map: StageMap = (((0, "none"), (1, "none")), ((2, "none"), (3, "none")))
     return predict_step(costs, schedule_of(costs), choose(costs, stage_map))
 
 

@@ -149,7 +149,7 @@ def keeps_much() -> ModelProfile:
 
 def planned(machines: Cluster, **constraints: Any) -> Plan | Infeasible:
     """What the search answers for them on two pipeline ranks."""
-    wanted = {"pipeline_parallel_degree": 2, "schedule": "1f1b"} | constraints
+    wanted: dict[str, Any] = {"pipeline_parallel_degree": 2, "schedule": "1f1b"} | constraints
     return plan(request(keeps_much(), machines, job(8, **wanted)), keeps_much())
 
 
@@ -184,7 +184,9 @@ def test_constraints_fix_and_exclude_offloading(field: str) -> None:
     for wish in (True, False):
         found = planned(hosted(), **{field: wish})
         assert isinstance(found, Plan)
-        assert all(getattr(one.layout, field) is wish for one in (found, *found.alternatives))
+        assert all(
+            getattr(layout, field) is wish for layout in (found.layout, *(one.layout for one in found.alternatives))
+        )
     with pytest.raises(UnsupportedError, match=r"host_memory_bytes is not given|host_memory_bytes: is not given"):
         planned(hosted(host_mib=None), **{field: True})
     assert isinstance(planned(hosted(host_mib=None), **{field: False}), Plan)
@@ -253,9 +255,9 @@ def test_the_account_of_an_offloaded_layout_adds_up() -> None:
     told = predict(*documents, wanted)
     found = account(*documents, told)
     for rank, row in zip(found.ranks, told.prediction.memory, strict=True):
-        device = (rank.parameters_bytes, rank.gradients_bytes, rank.optimizer_bytes, rank.saved_bytes)
-        device += (rank.buffers_bytes, rank.temporary_bytes, rank.gathered_bytes, rank.reserved_bytes)
-        assert sum(device) == rank.peak_bytes == row.peak_bytes
+        states = rank.parameters_bytes + rank.gradients_bytes + rank.optimizer_bytes
+        others = rank.saved_bytes + rank.buffers_bytes + rank.temporary_bytes + rank.gathered_bytes
+        assert states + others + rank.reserved_bytes == rank.peak_bytes == row.peak_bytes
         assert rank.saved_on_host_bytes + rank.states_on_host_bytes == rank.host_bytes == row.host_bytes
         assert min(rank.saved_on_host_bytes, rank.states_on_host_bytes) > 0
     assert found.stages[0].offload_seconds == pytest.approx(2 * 2 * 20 * MIB / 8e9)
@@ -280,7 +282,7 @@ def test_states_fit_the_host_under_every_schedule(schedule: str) -> None:
     """Stages whose states are most in the middle of the pipeline: a byte less of the host than they need, and none."""
     heavy = [layer(parameters=500_000 * (1 + (place == 1)), output=10) for place in range(3)]
     model = profile(*heavy)
-    wishes = {"pipeline_parallel_degree": 3, "schedule": schedule, "virtual_stages_per_rank": 1}
+    wishes: dict[str, Any] = {"pipeline_parallel_degree": 3, "schedule": schedule, "virtual_stages_per_rank": 1}
     if schedule == "interleaved-1f1b":
         model, wishes["virtual_stages_per_rank"] = profile(*heavy, *heavy), 2
     states = 12 * 10**6 * (2 if schedule == "interleaved-1f1b" else 1)
