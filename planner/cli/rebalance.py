@@ -48,12 +48,14 @@ def rebalanced(plan: Plan, profile: ModelProfile, slowdown: Sequence[float]) -> 
             found = predict(slowed(rows, counts, of_stages), cluster, job, _layout(plan, counts))
         except LayoutError:
             return float("inf")
-        return found.prediction.step_seconds if found.fits else float("inf")
+        # An order that is synthesized may be better with the stages elsewhere, where other ranks' factors hold.
+        stays = [stage.pipeline_rank for stage in found.stages] == [stage.pipeline_rank for stage in plan.stages]
+        return found.prediction.step_seconds if found.fits and stays else float("inf")
 
     begin = best = tuple(len(stage.layers) for stage in plan.stages)
     while (better := min(_neighbours(best), key=seconds, default=best)) and seconds(better) < seconds(best):
         best = better
-    if best == begin:
+    if best == begin or seconds(begin) == float("inf"):
         return None
     chosen = slowed(rows, best, of_stages)
     found = plan_layout(make_request(chosen, cluster, job), chosen, _layout(plan, best))

@@ -134,6 +134,24 @@ def test_ranks_on_different_devices_lose_layers(slowdown: tuple[float, ...], sha
     assert check(found.plan, carried).ok
 
 
+def test_orders_of_their_own_are_made_anew() -> None:
+    """A plan whose order was synthesized gets the order of its new stages."""
+    model, machines = tiny_profile(layers=6), tiny_cluster(devices=2)
+    wish = {"schedule": "synthesized", "pipeline_parallel_degree": 2, "virtual_stages_per_rank": 1, "recompute": "none"}
+    step = tiny_job().model_copy(update={"constraints": wish})
+    plan = search_plan(make_request(model, machines, step), model)
+    assert isinstance(plan, Plan)
+    found = rebalanced(plan, model, (1.0, 3.0))
+    assert found is not None
+    assert found.seconds_then < found.seconds_now
+    assert [len(stage.layers) for stage in found.plan.stages] > [3, 3]
+    assert found.plan.actions != plan.actions
+    carried = found.plan.request.profile
+    assert carried is not None
+    assert check(found.plan, carried).ok
+    assert Replanner(plan, by_search).busy_seconds(plan)[0] > 0
+
+
 def test_equal_ranks_keep_their_layers(plan: Plan) -> None:
     """Nothing is faster than the plan."""
     assert plan.request.profile is not None
