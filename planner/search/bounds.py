@@ -130,7 +130,8 @@ class Totals:
         if ranks == 1:
             return totals[-1] - self.spared_ticks
         # The k shortest of the (k - 1) ranks + 1 longest: all of these but the (k - 1) (ranks - 1) longest.
-        return max(map(sub, totals[1::ranks], totals[:: ranks - 1])) - self.spared_ticks
+        most: int = max(map(sub, totals[1::ranks], totals[:: ranks - 1]))
+        return most - self.spared_ticks
 
 
 def work_of(options: Iterable[LayerCost], chunks: int = 1) -> tuple[int, int]:
