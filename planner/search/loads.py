@@ -3,11 +3,10 @@ anything but the layers themselves is priced, and after.
 
     (U4)  a rank does no less than its layers cost with the nearest tensor-parallel ranks and nobody else to exchange
           with; and where k ranks at most share out states under ZeRO z it holds 1 / k of those that z names, at least;
-          layers that share parameters may lie on one rank, so theirs count nothing            -> portion_bound()
+          layers that share parameters may lie on one rank, so theirs count nothing            -> _Bounding.least()
     (U7)  reductions, and what ZeRO 2 and 3 exchange in every micro-batch, take a latency and a time per element: of
           the largest layer's, a smaller layer takes at least its part by elements             -> _exchanges()
     (U5)  with prices, what several users of a shared parameter spare is room for others          -> priced_bound()
-
     (U6)  all micro-batches of all layers l take w(l, g) on cells of node group g, of which there are c(g); with W(g)
           the sum of w over all layers, and weights 1 / W(g) as in (D11),
           T >= micro-batches x sum over l of the least w(l, g) / W(g) over g, by sum of c(g) / W(g)    -> part_ticks()
@@ -55,33 +54,56 @@ def part_ticks(work: Workload, groups: Sequence[int]) -> int:
 def portions(work: Workload, family: Family, limit_ticks: int) -> Iterator[tuple[int, Family]]:
     """Parts of a family on several node groups by how they share out states, each with a bound by (U4) and (U7); the
     family as a whole, where even what needs least memory, without any exchange, is no better than the limit."""
-    least = portion_bound(work, family, limit_ticks, has_exchanges=False)
+    bounding = _Bounding(work, family, limit_ticks)
+    least = bounding.least(family)
     if least >= limit_ticks:
         yield least, family
         return
     before = 0
     for _, together in groupby(family.zeros, key=lambda zero: (max(1, zero.stage), zero.shards is None)):
         part = replace(family, zeros=tuple(together), ways_before=before)
-        yield portion_bound(work, part, limit_ticks), part
+        yield bounding.of_part(part), part
         before += len(part.ways)
 
 
-def portion_bound(work: Workload, family: Family, limit_ticks: int, *, has_exchanges: bool = True) -> int:
-    """Ticks that no layout of a family, or of a part, beats under gpipe and 1f1b, by (U4) and (U7); what is no better
-    than the limit is not told more exactly."""
-    layout = family.layout(Zero(0), family.orders[0])
-    rows, shares = standings(work, layout), layout.shares(work.job.global_batch_size)
-    assert rows is not None, "cells of a family stand in one node group each"
-    loads = {place: _nearest_load(work.groups[place], family) for place in {place for row in rows for place in row}}
-    columns = dict.fromkeys(zip(rows, shares, strict=True))
-    rates = _exchanges(work, family) if has_exchanges else {}
-    bound = 0
-    for row, share in columns:
-        taken = rates.get((row, share), [(0.0, 0.0)] * len(row))
+class _Bounding:
+    """Bounds of a family's parts, one after the other: the weights and prices of one mostly tell enough of the next."""
+
+    def __init__(self, work: Workload, family: Family, limit_ticks: int) -> None:
+        self.work, self.limit = work, limit_ticks
+        layout = family.layout(Zero(0), family.orders[0])
+        rows, shares = standings(work, layout), layout.shares(work.job.global_batch_size)
+        assert rows is not None, "cells of a family stand in one node group each"
+        self.columns = dict.fromkeys(zip(rows, shares, strict=True))
+        self.known: dict[_Column, Floats] = {}
+
+    def least(self, family: Family) -> int:
+        """Ticks that no layout beats under gpipe and 1f1b, with exchanges for nothing: equation (U4)."""
+        return self._bound(family, {})
+
+    def of_part(self, part: Family) -> int:
+        """The same with what the part exchanges: equation (U7)."""
+        for column in self.columns:
+            rows, spread = self.known[column], self._spread(part, column, None)
+            told = spread.dual(rows[: len(column[0])], rows[len(column[0]) :]) * spread.ticks
+            if told >= self.limit * (1 + ROUNDING):
+                return self.limit
+        return self._bound(part, _exchanges(self.work, part))
+
+    def _bound(self, family: Family, rates: dict[_Column, list[tuple[float, float]]]) -> int:
+        bound = 0
+        for column in self.columns:
+            spread = self._spread(family, column, rates.get(column))
+            ticks, self.known[column] = spread.bound_and_rows(self.limit, self.known.get(column))
+            bound = max(bound, ticks)
+        return bound
+
+    def _spread(self, family: Family, column: _Column, rates: list[tuple[float, float]] | None) -> Spread:
+        row, share = column
+        loads = {place: _nearest_load(self.work.groups[place], family) for place in set(row)}
+        taken = rates or [(0.0, 0.0)] * len(row)
         ranks = [loads[place].with_exchanges(*each) for place, each in zip(row, taken, strict=True)]
-        in_flight = [min(share, len(row) - rank) for rank in range(len(row))]
-        bound = max(bound, Spread.of(ranks, share, in_flight).bound(limit_ticks))
-    return bound
+        return Spread.of(ranks, share, [min(share, len(row) - rank) for rank in range(len(row))])
 
 
 _Column = tuple[tuple[int, ...], int]

@@ -109,16 +109,28 @@ class Spread:
 
     def bound(self, enough_ticks: float = _MOST_TICKS) -> int:
         """Ticks by (U3); what is at least `enough_ticks` need not be told more exactly."""
-        best, point = 0.0, _Point.first(self)
+        return self.bound_and_rows(enough_ticks)[0]
+
+    def bound_and_rows(self, enough_ticks: float, known: Floats | None = None) -> tuple[int, Floats]:
+        """Ticks by (U3), and the weights and prices that tell most.
+
+        Args:
+            enough_ticks: that need not be told more exactly.
+            known: weights and prices of a similar column, which may tell enough at once.
+        """
+        ranks = len(self.once)
+        rows = np.full(2 * ranks, 1 / ranks) if known is None else known
+        best, point = self.dual(rows[:ranks], rows[ranks:]), _Point.first(self)
         with np.errstate(all="ignore"), suppress(np.linalg.LinAlgError):  # where nothing fits, the prices have no limit
             for _ in range(_STEPS):
-                weights, prices = point.dual_rows[: len(self.once)], point.dual_rows[len(self.once) :]
-                best = max(best, self.dual(weights / weights.sum(), prices / weights.sum()))
                 is_close = point.misses < _CLOSE and point.step - best <= _CLOSE * best
                 if best * self.ticks >= enough_ticks or is_close:
                     break
                 point = point.moved(self)
-        return int(min(_MOST_TICKS, best * self.ticks * (1 - ROUNDING)))
+                tried = point.dual_rows / point.dual_rows[:ranks].sum()
+                told = self.dual(tried[:ranks], tried[ranks:])
+                best, rows = (told, tried) if told > best else (best, rows)
+        return max(0, int(min(_MOST_TICKS, best * self.ticks * (1 - ROUNDING)))), rows
 
     @cached_property
     def squares(self) -> tuple[Floats, ...]:
@@ -182,7 +194,7 @@ class _Point:
             (self.dual_rows, change.dual_rows),
             (self.dual_step, change.dual_step),
         ]
-        lowest = [min(float((np.divide(by, here)).min()) for here, by in each) for each in (primal, dual)]
+        lowest = [min(float(np.min(by / here)) for here, by in each) for each in (primal, dual)]
         ahead, behind = (1.0 if low >= -1 else -1 / low for low in lowest)
         return ahead, behind
 
