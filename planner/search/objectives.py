@@ -39,8 +39,6 @@ from planner.spec.plan import PlanRequest, SearchReport
 from planner.spec.profile import ModelProfile
 
 _OPTIMAL_GAP = 1e-6
-_DIVED_PARTS = 8
-"""Parts on which a first plan is looked for."""
 _FEW_PARTS = 16
 """Fewer are simply taken in order."""
 _ROUNDING = 1e-12
@@ -272,7 +270,7 @@ class _Prices:
         the search would begin with the tightest parts."""
         winner: Contender | None = None
         even = [each for each in sorted(self._heap) if self._most % each[1] == 0]
-        for price, _, _, part in even[:_DIVED_PARTS]:
+        for price, _, _, part in even:
             assert isinstance(part, Part)
             if self._field.is_over or price >= (winner.price if winner else math.inf):
                 break

@@ -1,17 +1,9 @@
 """Lower bounds of the step on every part of a cluster, told before the layouts of any of them are looked at.
 
-Let layers be split in one way: micro-batches of b samples, tensor degree t, context degree c. w(l) are the fewest ticks
-of layer l for one micro-batch, f(l) those of its forward, on the fastest of the part's devices, with tensor-parallel
-ranks as near to each other as they can lie. n = d t c P devices are d data ranks of P pipeline ranks; of B samples some
-data rank has at least M = ceil(B / (b d)) micro-batches, by (D2). Whatever the schedule, the stage map and the rest:
-
-    (K1)  T >= M times the longest w(l): the rank that holds the layer does that                   -> _Split.least()
-    (K2)  T >= (M sum of w(l) + sum over k < P of D(k)) / P, with D(k) the forwards of the first k layers. It is a mean
-          over the P ranks: each has a lowest stage of its own, so the k-th of these stands behind k layers at least;
-          its rank begins once the first micro-batch has come down to it, and then does all of its work
-                                                                                                   -> _Split.least()
-    (K3)  T >= sum of w(l) less its weight gradients: one way down and up, equation (B4)           -> _Split.least()
-          with Q sequence chunks f(l) and this are those of the first one, as in (Q2)
+n = d t c P devices are d data ranks of P pipeline ranks, each of tensor degree t and context degree c. With
+micro-batches of b samples out of B, some data rank has at least M = ceil(B / (b d)) of them, by (D2); its P ranks take
+as long as (K1) to (K3) of `planner.search.least_work` say, with the ticks of the fastest of the part's devices, and
+tensor-parallel ranks as near to each other as they can lie.
 
     (K4)  where b d does not divide B, data ranks differ, and their pipelines run under gpipe or 1f1b alone: (B2) with
           even weights, T >= sum of w(l) + (max(0, M - P) sum of f(l) + (M - 1) sum of the rest) / P -> _Split.least()
@@ -23,6 +15,7 @@ Of parts with the same kinds of devices, (K5) depends on their number alone, so 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -36,8 +29,8 @@ from planner.cost.communication import Group
 from planner.cost.groups import Groups
 from planner.cost.pricing import LayerCost, LayerPricing, known_prices
 from planner.cost.workload import modes_of
-from planner.search.bounds import first_chunk, work_of
 from planner.search.chunks import chunks_of
+from planner.search.least_work import LeastWork, Ticks, by_layer
 from planner.search.orders import MODES, orders_of, schedules_of
 from planner.search.parts import Part
 from planner.search.standing import Standing
@@ -48,74 +41,50 @@ from planner.spec.profile import RecomputeMode
 
 Split = tuple[int, int, int, int, bool]
 """A key of `Workload.sizes`."""
-_Ticks = NDArray[np.float64]
-_ROUNDING = 1e-9
+_NONE = np.iinfo(np.int64).max
 _ALONE = Group(1, 1, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """Fewest ticks of layers that are split in one way."""
+    """Layers that are split in one way."""
 
     size: int
     """Samples of a micro-batch."""
     ranks: int
     """Tensor times context degree."""
-    forward: float
-    """Of all layers, as `total`."""
-    total: float
-    longest: float
-    passing: float
-    down: _Ticks
-    """By number of pipeline ranks, from 1: the sum in (K2)."""
+    work: LeastWork
     turns: bool
     """(K4) holds."""
 
     @classmethod
     def of(cls, works: Sequence[Workload], split: Split, chunks: int, *, turns: bool) -> Self:
         """On the fastest of several kinds of devices, layer by layer."""
-        each = np.array([_layer_ticks(work, split, chunks) for work in works], dtype=np.float64).min(axis=0)
-        forward, work, passing = each
-        down = np.concatenate([[0.0], forward[:-1]]).cumsum().cumsum()
-        sums = forward.sum(), work.sum(), work.max(), passing.sum()
-        return cls(split[0], split[1] * split[2], *sums, down, turns)
+        rows = np.minimum.reduce([by_layer(_costs(work, split, chunks), chunks) for work in works])
+        return cls(split[0], split[1] * split[2], LeastWork.of(rows), turns)
 
-    def least(self, batch: int, pipeline: int, data: NDArray[np.int64]) -> _Ticks:
+    def least(self, batch: int, pipeline: int, data: Ticks) -> Ticks:
         """By number of data ranks: the largest of (K1) to (K4)."""
-        micro_batches = batch // self.size
+        micro_batches, work = batch // self.size, self.work
         count = -(-micro_batches // data)
-        mean = (count * self.total + self.down[pipeline - 1]) / pipeline
-        bound: _Ticks = np.maximum(np.maximum(count * self.longest, mean), self.passing)
+        bound = work.steps(pipeline, count)
         if self.turns:
-            further = np.maximum(0, count - pipeline) * self.forward + (count - 1) * (self.total - self.forward)
-            turned = self.total + further / pipeline
+            further = np.maximum(0, count - pipeline) * work.forward + (count - 1) * (work.total - work.forward)
+            turned = work.total + further // pipeline
             bound = np.where(micro_batches % data == 0, bound, np.maximum(bound, turned))
         return bound
 
 
-def _layer_ticks(work: Workload, split: Split, chunks: int) -> tuple[list[int], list[int], list[int]]:
-    """By layer: the first forward, all work of a micro-batch, and what layers before it wait for, each at its least."""
-    alike, costs = _costs(work, split, chunks)
-    least = {
-        place: (min(first_chunk(cost, chunks)[0] for cost in options.values()), *work_of(options.values(), chunks))
-        for place, options in costs.items()
-    }
-    forward, ticks, passing = zip(*map(least.__getitem__, alike), strict=True)
-    return list(forward), list(ticks), list(passing)
-
-
-def _costs(
-    work: Workload, split: Split, chunks: int
-) -> tuple[tuple[int, ...], dict[int, dict[RecomputeMode, LayerCost]]]:
-    """By layer the first one that costs the same, and what that costs where tensor-parallel ranks lie as near as they
-    can, no others exchange anything, and nothing is shared out."""
+def _costs(work: Workload, split: Split, chunks: int) -> tuple[dict[RecomputeMode, LayerCost], ...]:
+    """Every layer where tensor-parallel ranks lie as near as they can, no others exchange anything, and nothing is
+    shared out."""
     layout = Layout.model_construct(tensor_parallel_degree=split[1], sequence_chunks=chunks)
     rows, groups = work.sizes[split], Groups(_nearest(work, split[1]), *(_ALONE,) * 7)
     known, alike, costs = known_prices(work, groups, chunks), work.alike(rows), {}
     for place in set(alike):
         plain, parameters = rows[place][modes_of(rows[place])[0]], work.profile.layers[place].parameters
         costs[place] = LayerPricing(work, layout, groups, parameters, plain, known).costs(rows[place])
-    return alike, costs
+    return tuple(map(costs.__getitem__, alike))
 
 
 def _nearest(work: Workload, ranks: int) -> Group:
@@ -142,11 +111,11 @@ def least_part_ticks(work: Workload, parts: Sequence[Part]) -> list[float]:
         kinds = {_kind(group) for group in part.cluster.node_groups}
         if kinds.issubset(known):  # else fewer devices of a node than it has, which other links may join
             by_kinds.setdefault(tuple(at for at, kind in enumerate(known) if kind in kinds), []).append(place)
-    found = np.zeros(len(parts))
+    found = np.zeros(len(parts), dtype=np.int64)
     for places_of_groups, places in by_kinds.items():
         works = [(work.groups or (work,))[at] for at in places_of_groups]
         found[places] = _least(works, np.array([parts[place].devices for place in places], dtype=np.int64))
-    return [float(ticks) for ticks in found]
+    return [math.inf if ticks == _NONE else ticks for ticks in found.tolist()]
 
 
 def _kind(group: NodeGroup) -> tuple[object, ...]:
@@ -155,10 +124,10 @@ def _kind(group: NodeGroup) -> tuple[object, ...]:
     return device, group.devices_per_node, None if group.intra_node is None else group.intra_node.model_dump_json()
 
 
-def _least(works: Sequence[Workload], devices: NDArray[np.int64]) -> _Ticks:
-    """By number of devices: the least of all splits, rounded down."""
+def _least(works: Sequence[Workload], devices: Ticks) -> Ticks:
+    """By number of devices: the least of all splits."""
     batch, layers = works[0].job.global_batch_size, len(works[0].profile.layers)
-    least = np.full(len(devices), np.inf)
+    least = np.full(len(devices), _NONE)
 
     @cache
     def dividing(ranks: int) -> NDArray[np.intp]:
@@ -171,7 +140,7 @@ def _least(works: Sequence[Workload], devices: NDArray[np.int64]) -> _Ticks:
             places, data = places[data * one.size <= batch], data[data * one.size <= batch]
             if len(places):
                 least[places] = np.minimum(least[places], one.least(batch, pipeline, data))
-    return np.floor(least * (1 - _ROUNDING))
+    return least
 
 
 def _splits(works: Sequence[Workload]) -> Iterator[_Split]:

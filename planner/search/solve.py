@@ -37,9 +37,10 @@ from planner.cost import (
     schedule_of,
     stage_memory,
 )
-from planner.search.bounds import Totals, any_order_bound, lower_bound, may_fit, warm_ups, work_of
+from planner.search.bounds import Totals, any_order_bound, lower_bound, may_fit, warm_ups
 from planner.search.dealt import Uniform, layout_schedule, stage_ranks, traits_of
 from planner.search.inside import NO_LIMIT, Inside, LayoutSearch, Outcome, first_plan, limits_of
+from planner.search.least_work import LeastWork, by_layer
 from planner.search.loads import portions, priced_bound
 from planner.search.orders import SYNTHESIZED, Order, recompute_wish
 from planner.search.result import Callbacks, Candidate, Progress
@@ -303,27 +304,18 @@ def advance(state: State) -> None:
 
 
 def _families(work: Workload, space: Space) -> Iterator[Open]:
-    """Families with what their layers take at least: M micro-batches of all layers, spread evenly over the ranks; on
-    several node groups, or with shares that differ, by equation (D12)."""
-    known: dict[tuple[object, ...], tuple[int, int, int]] = {}
+    """Families with what their layers take at least, by (K1) to (K3); on several node groups, or with shares that
+    differ, by equation (D12)."""
+    known: dict[tuple[object, ...], LeastWork] = {}
     for place, family in enumerate(space.families):
         if work.groups or not family.standing.are_alike:
             yield Open(family.standing.least_ticks, (place,), family)
             continue
         key = (family.split, family.sequence_chunks, family.offloading.activations)
         if key not in known:
-            known[key] = _least_work(work, family)
-        total, longest, passing = known[key]
-        count = family.micro_batches
-        yield Open(max(-(-count * total // family.pipeline), count * longest, passing), (place,), family)
-
-
-def _least_work(work: Workload, family: Family) -> tuple[int, int, int]:
-    """Ticks of all layers, of the longest, and of one way down and up, for one micro-batch of any such family."""
-    layers = layout_costs(work, family.layout(Zero(0), family.orders[0])).layers
-    least = {id(options): work_of(options.values(), family.sequence_chunks) for options in layers}
-    ticks = [least[id(options)] for options in layers]
-    return sum(each[0] for each in ticks), max(each[0] for each in ticks), sum(each[1] for each in ticks)
+            layers = layout_costs(work, family.layout(Zero(0), family.orders[0])).layers
+            known[key] = LeastWork.of(by_layer(layers, family.sequence_chunks))
+        yield Open(known[key].step(family.pipeline, family.micro_batches), (place,), family)
 
 
 def take_up(state: State, one: Open) -> Iterator[Open]:
