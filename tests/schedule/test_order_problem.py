@@ -44,12 +44,12 @@ def problems(draw: st.DrawFn, numbers: st.SearchStrategy[tuple[int, int, int]]) 
     )
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(problems(st.sampled_from([(2, 2, 1), (2, 3, 1), (2, 1, 2), (3, 1, 1), (3, 2, 1)])))
 def test_brute_force_agrees(problem: OrderProblem) -> None:
     """No order of those that fit is better than the one that is called best, tails included; none is bounded away."""
-    in_turn = problem.shape.ranks * problem.shape.units > 4  # that this loses nothing the smaller ones show
-    orders = list(simulated_orders(problem.shape, problem.durations, problem.room, problem.kinds, in_turn=in_turn))
+    # Orders out of turn are no better: tests/schedule/test_synthesize.py looks at all of them.
+    orders = list(simulated_orders(problem.shape, problem.durations, problem.room, problem.kinds, in_turn=True))
     known = best_known(problem)
     assert (known is None) == (not orders)
     if known is None:
