@@ -188,15 +188,13 @@ class _Point:
 
     def _reach(self, change: _Point) -> tuple[float, float]:
         """How far primal and dual can go until something is 0, at most 1."""
-        primal = [(self.parts, change.parts), (self.slacks, change.slacks), (self.step, change.step)]
-        dual = [
-            (self.dual_parts, change.dual_parts),
-            (self.dual_rows, change.dual_rows),
-            (self.dual_step, change.dual_step),
-        ]
-        lowest = [min(float(np.min(by / here)) for here, by in each) for each in (primal, dual)]
-        ahead, behind = (1.0 if low >= -1 else -1 / low for low in lowest)
-        return ahead, behind
+        primal = min(_lowest(self.parts, change.parts), _lowest(self.slacks, change.slacks), change.step / self.step)
+        dual = min(
+            _lowest(self.dual_parts, change.dual_parts),
+            _lowest(self.dual_rows, change.dual_rows),
+            change.dual_step / self.dual_step,
+        )
+        return 1.0 if primal >= -1 else -1 / primal, 1.0 if dual >= -1 else -1 / dual
 
     def _along(self, change: _Point, primal: float, dual: float, misses: float = np.inf) -> _Point:
         return _Point(
@@ -209,6 +207,11 @@ class _Point:
             self.dual_step + dual * change.dual_step,
             misses,
         )
+
+
+def _lowest(here: Floats, change: Floats) -> float:
+    """Least change of a value, as a part of it."""
+    return float((change / here).min())
 
 
 def _rows(spread: Spread, parts: Floats) -> Floats:

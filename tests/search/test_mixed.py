@@ -9,10 +9,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from planner.cost import TICK_SECONDS
-from planner.errors import DocumentError
+from planner.errors import DocumentError, UnsupportedError
 from planner.executor.support import check_plan
-from planner.search import plan
+from planner.search import plan, predict
 from planner.spec import Cluster, Infeasible, Job, ModelProfile, NodeGroup, Plan
+from planner.spec.layout import PredictionLayout
 from planner.validate import check
 from tests.brute_force_mixed import Priced, price_all
 from tests.builders import cluster, job, layer, link, profile, request
@@ -113,3 +114,26 @@ def test_plan_is_the_optimum_over_node_groups(case: Case) -> None:
     assert found.search.optimal
     assert check(found, case.profile).problems == ()
     check_plan(found)
+
+
+_TWO = Cluster(node_groups=(group(1.0, devices=4), group(1.7, devices=4)))
+_COUNTED = as_counted(profile(layer(forward=1e-3, flops=10**11, parameters=1000, optimizer=None) * 4))
+
+
+def test_neighbours_share_out_states_within_a_node_group() -> None:
+    """A stage on each of two node groups: its four replicas share out states by twos, which is checked, and runs."""
+    fixed = {"pipeline_parallel_degree": 2, "zero_stage": 3, "zero_shard_degree": 2}
+    found = plan(request(_COUNTED, _TWO, job(8, **fixed), top=0), _COUNTED)
+    assert isinstance(found, Plan)
+    assert (found.layout.zero_stage, found.layout.zero_shard_degree) == (3, 2)
+    assert len({row.node for row in found.placement}) == 2
+    assert check(found, _COUNTED).problems == ()
+    check_plan(found)
+
+
+def test_neighbours_in_two_node_groups_share_nothing_out() -> None:
+    """Two replicas on one node group, six on another: the first four neighbours stand on both."""
+    machines = Cluster(node_groups=(group(1.0, devices=2), group(1.7, devices=6)))
+    layout = PredictionLayout(data_parallel_degree=8, zero_stage=1, zero_shard_degree=4)
+    with pytest.raises(UnsupportedError, match="two node groups"):
+        predict(_COUNTED, machines, job(8), layout)
