@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from planner.cost import choose, evaluate, layout_costs, predict_step, schedule_of, workload
+from planner.cost import StageMap, choose, evaluate, layout_costs, predict_step, schedule_of, workload
 from planner.cost.communication import Group, chain_seconds
 from planner.cost.layers import LayoutCosts
 from planner.cost.step import by_rank, tail_ticks
@@ -66,7 +66,7 @@ def test_a_chain_enters_every_node_once() -> None:
 
 def test_steps_without_a_barrier_tile() -> None:
     """(S4): the last stage's step begins with its own first action, and the parts still add up to the step."""
-    stage_map = [[(0, "none"), (1, "none")], [(2, "none"), (3, "none")]]
+    stage_map: StageMap = [[(0, "none"), (1, "none")], [(2, "none"), (3, "none")]]
     together, staggered = (
         costs_of(replace(PLAIN, staggers_steps=each), pipeline_parallel_degree=2) for each in (False, True)
     )
@@ -82,8 +82,8 @@ def test_steps_without_a_barrier_tile() -> None:
 def test_a_stage_that_starts_late_loses_nothing_by_it() -> None:
     """ZB-H2 keeps the slower last stage busy from its first micro-batch to its end, 8 x 180 us; with a barrier it also
     counts the 10 us until its first."""
-    stage_map = [[(0, "none")], [(1, "none"), (2, "none"), (3, "none")]]
-    degrees = {"pipeline_parallel_degree": 2, "schedule": "zb-h2"}
+    stage_map: StageMap = [[(0, "none")], [(1, "none"), (2, "none"), (3, "none")]]
+    degrees: dict[str, Any] = {"pipeline_parallel_degree": 2, "schedule": "zb-h2"}
     together, staggered = (costs_of(replace(PLAIN, staggers_steps=each), **degrees) for each in (False, True))
     stages = choose(together, stage_map)
     steps = [evaluate(costs, schedule_of(costs), stages).total_ticks for costs in (together, staggered)]
