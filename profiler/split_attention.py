@@ -35,7 +35,7 @@ def split_attention(module: nn.MultiheadAttention, ranks: Ranks, hold: Hold) -> 
     module.in_proj_weight = hold(module._parameters["in_proj_weight"], 0, 3)  # type: ignore[arg-type]
     if module.in_proj_bias is not None:
         module.in_proj_bias = hold(module._parameters["in_proj_bias"], 0, 3)  # type: ignore[arg-type]
-    module.out_proj.weight = hold(module.out_proj.weight, 1, 1)
+    module.out_proj.weight = hold(module.out_proj._parameters["weight"], 1, 1)  # type: ignore[arg-type]
     module.forward = partial(_attend, module, ranks)  # type: ignore[method-assign]
 
 

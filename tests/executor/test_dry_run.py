@@ -56,6 +56,16 @@ def test_ranks_add_up_to_the_model(tmp_path: Path) -> None:
     assert held == sum(parameter.numel() for parameter in blueprint.parameters()) + embedding
 
 
+def test_a_derived_shard_holds_what_the_profile_counts(tmp_path: Path) -> None:
+    """Of a model that nobody has told how to split."""
+    source = source_of("gpt2", tmp_path)
+    rows = count.count(source, micro_batch_size=1, sequence_length=8, tensor_parallel_degree=2)
+    counted = sum(rows[layer.kind].local_parameters or 0 for layer in source.cut().layers)
+    tied = 256 * 32
+    (kind,) = dry_run(_plan(source, 6, tensor=2), source).ranks
+    assert kind.built.parameters == counted - tied
+
+
 def test_one_of_every_share_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas with fewer micro-batches run by other schedules; what they hold is the same."""
     source, built = source_of("llama", tmp_path), []

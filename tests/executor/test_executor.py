@@ -165,11 +165,11 @@ def _profile(digest: str) -> ModelProfile:
 
 
 def test_degree_that_does_not_divide_is_refused(gpt2: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPT-2 has no tensor-parallel plan, so that only degree 1 is left."""
+    """Four heads are not shared out by three ranks."""
     from planner.executor.build import tensor_styles
 
-    with pytest.raises(LayoutError, match="gpt2 cannot be tensor-parallel by 2"):
-        tensor_styles(gpt2.build_on_meta(), gpt2, 2)
+    with pytest.raises(LayoutError, match="gpt2 cannot be tensor-parallel by 3"):
+        tensor_styles(gpt2.build_on_meta(), gpt2, 3)
 
 
 def _with_cut(plan: Plan, cut: tuple[str, ...]) -> Plan:

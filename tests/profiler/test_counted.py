@@ -16,8 +16,8 @@ from profiler.models import load_model
 @pytest.mark.parametrize(
     ("name", "sequence_length", "dtype", "degrees"),
     [
-        ("gpt2", 96, "bf16", (1,)),
-        ("bert-large", 96, "fp32", (1,)),
+        ("gpt2", 96, "bf16", (1, 3)),
+        ("bert-large", 96, "fp32", (4,)),
         ("resnet-50", 0, "fp32", (1,)),
         ("llama-3.1-8b", 96, "bf16", (1, 2)),
         ("llama-2-7b", 97, "fp16", (2,)),
@@ -83,7 +83,7 @@ def test_evaluation_needs_no_torch():
         ("gpt2", {"sequence_length": 0}, "sequence_length"),
         ("gpt2", {"sequence_length": 1025}, "sequence_length"),
         ("resnet-50", {"sequence_length": 128}, "sequence_length"),
-        ("gpt2", {"sequence_length": 64, "tensor_parallel_degrees": (2,)}, "tensor_parallel_degrees"),
+        ("gpt2", {"sequence_length": 64, "tensor_parallel_degrees": (5,)}, "tensor_parallel_degrees"),
         ("gpt2", {"sequence_length": 64, "micro_batch_sizes": (0,)}, "micro_batch_sizes"),
     ],
 )
