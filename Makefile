@@ -20,7 +20,7 @@ demo: venv
 	$(VENV)/bin/python -m examples.demo
 
 test: venv
-	$(VENV)/bin/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
+	$(VENV)/bin/python -m pytest -n auto --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
 
 lint: venv
 	$(VENV)/bin/ruff check

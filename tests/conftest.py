@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -15,16 +14,24 @@ settings.register_profile("house", deadline=None, derandomize=True, suppress_hea
 settings.load_profile("house")
 
 
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Skip the tests whose marker asks for something that is not here. Where the suite is spread over processes, a file
-    stays in one, and all tests that start several processes run one after the other."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip the tests whose marker asks for something that is not here; see also `_spread`."""
     reasons = {"gpu": _no_cuda(), "browser": _no_browser()} if items else {}
     for item in items:
-        alone = item.get_closest_marker("torchrun") or item.get_closest_marker("browser")
-        item.add_marker(pytest.mark.xdist_group("processes" if alone else str(item.path)))
         for marker, reason in reasons.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+    if hasattr(config, "workerinput"):
+        _spread(items)
+
+
+def _spread(items: list[pytest.Item]) -> None:
+    """Over the processes of pytest-xdist: a file stays in one, and all tests that start processes of their own run in
+    one, one after the other, from the beginning, since together they take longest."""
+    alone = {item for item in items if item.get_closest_marker("torchrun") or item.get_closest_marker("browser")}
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("processes" if item in alone else str(item.path)))
+    items.sort(key=lambda item: item not in alone)
 
 
 def _no_cuda() -> str | None:
