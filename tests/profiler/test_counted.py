@@ -116,8 +116,8 @@ def test_write_stores_what_is_evaluated(tmp_path):
     """The generator's file is the one in the catalogue: counting again changes nothing."""
     from profiler.counted_write import write
 
-    stored = counted.files("profiler.catalogue").joinpath("counted", "gpt2.json").read_text(encoding="utf-8")
-    assert write("gpt2", tmp_path).read_text(encoding="utf-8") == stored
+    stored = counted.files("profiler.catalogue").joinpath("counted", "dit-s-2.json").read_text(encoding="utf-8")
+    assert write("dit-s-2", tmp_path).read_text(encoding="utf-8") == stored
 
 
 def test_generator_refuses_unknown_names(capsys):
