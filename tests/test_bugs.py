@@ -4,9 +4,14 @@ A bug found while building belongs in the module's own tests; one that a user me
 showed it, as small as it goes.
 """
 
+import os
+from pathlib import Path
+
+import pytest
 import torch
 from torch import nn
 
+from planner.executor.failure import read_failure, write_failure
 from profiler.cut import cut_model
 
 
@@ -16,3 +21,15 @@ def test_first_and_last_layer_of_a_sequential_are_kinds_of_their_own() -> None:
     first, inner, twin, last = (layer.kind for layer in cut_model(model, torch.empty(2, 8, device="meta")).layers)
     assert inner == twin
     assert len({first, inner, last}) == 3
+
+
+def test_rank_ended_while_it_reports_leaves_no_torn_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun ends the neighbours of a killed rank at any moment; the launcher then met an empty JSON file."""
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_failure(tmp_path, 0, RuntimeError("connection closed by peer"))
+    assert "no port" in str(read_failure(tmp_path, "no port"))
