@@ -1,8 +1,10 @@
 """Our training step against its prediction, torch's stock schedules and one process: ``python -m benchmarks.executor``.
 
-All on this machine and in one run: the profile and the links that predictions are made from are measured first, then
-the three kinds of steps take turns, round by round, so that whatever slows the machine slows all. Every ratio is the
-median of the rounds' ratios. ``--json`` prints one JSON object.
+All on this machine and in one run: the three kinds of steps take turns, round by round, so that whatever slows the
+machine slows all, and ratios of steps are medians of the rounds' ratios. The profile and the links that predictions are
+made from are measured twice, before the rounds and after them: shared machines change their speed within minutes, and
+the mean of the two predictions is for the machine that the steps ran on. Both are printed. ``--json`` prints one JSON
+object.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,11 +44,15 @@ class Row:
     """One split."""
 
     name: str
-    predicted_seconds: float
+    predicted_before_seconds: float
+    """From what was measured before the rounds."""
+    predicted_after_seconds: float
+    """Of the same stages, from what was measured after them."""
     ours_seconds: float
     stock_seconds: float
     single_seconds: float
     ours_to_predicted: float
+    """To the mean of both predictions."""
     ours_to_stock: float
     ours_to_stock_range: tuple[float, float]
     """Of the rounds."""
@@ -74,8 +80,14 @@ def layouts(ranks: int) -> dict[str, PredictionLayout]:
     return {name: PredictionLayout(micro_batch_size=MICRO_BATCH_SIZE, **split) for name, split in splits.items()}
 
 
-def plans(model: str, ranks: int, *, quick: bool) -> dict[str, Plan]:
-    """Every split with its prediction, from a profile and links that are measured now."""
+def plans(
+    model: str, ranks: int, *, quick: bool, splits: Mapping[str, PredictionLayout] | None = None
+) -> dict[str, Plan]:
+    """Every split with its prediction, from a profile and links that are measured now.
+
+    Args:
+        splits: instead of `layouts`; those that name their layers per stage keep them.
+    """
     profile = measure(
         load_model(model),
         sequence_lengths=(LENGTH,),
@@ -86,7 +98,18 @@ def plans(model: str, ranks: int, *, quick: bool) -> dict[str, Plan]:
     options = LinkOptions(max_bytes=1 << 16, repeats=1, slowdowns=False) if quick else LinkOptions(max_bytes=1 << 24)
     link = launch_links(ranks, options).intra_node
     assert link is not None
-    return {name: planned(profile, link, ranks, layout) for name, layout in layouts(ranks).items()}
+    return {name: planned(profile, link, ranks, layout) for name, layout in (splits or layouts(ranks)).items()}
+
+
+def predicted_again(model: str, ranks: int, found: Mapping[str, Plan], *, quick: bool) -> dict[str, float]:
+    """Step seconds of the same stages, from a profile and links that are measured now."""
+    same = {
+        name: PredictionLayout(
+            **plan.layout.model_dump(), layers_per_stage=tuple(len(stage.layers) for stage in plan.stages)
+        )
+        for name, plan in found.items()
+    }
+    return {name: plan.prediction.step_seconds for name, plan in plans(model, ranks, quick=quick, splits=same).items()}
 
 
 def planned(profile: ModelProfile, link: Link, ranks: int, layout: PredictionLayout) -> Plan:
@@ -113,18 +136,24 @@ def measured(model: str, found: Sequence[Plan], ranks: int, rounds: int, steps: 
         return rows
 
 
-def row(name: str, plan: Plan, found: dict[str, Any]) -> Row:
-    """Medians and ratios of one split."""
+def row(name: str, before: float, after: float, found: dict[str, Any]) -> Row:
+    """Medians and ratios of one split.
+
+    Args:
+        before: step seconds predicted from what was measured before the rounds.
+        after: the same from what was measured after them.
+        found: seconds and losses by kind of step.
+    """
     ours, stock, single = (found["seconds"][kind] for kind in ("ours", "stock", "one process"))
     ratios = [mine / theirs for mine, theirs in zip(ours, stock, strict=True)]
-    predicted = plan.prediction.step_seconds
     return Row(
         name=name,
-        predicted_seconds=predicted,
+        predicted_before_seconds=before,
+        predicted_after_seconds=after,
         ours_seconds=statistics.median(ours),
         stock_seconds=statistics.median(stock),
         single_seconds=statistics.median(single),
-        ours_to_predicted=statistics.median(ours) / predicted,
+        ours_to_predicted=statistics.median(ours) / statistics.mean((before, after)),
         ours_to_stock=statistics.median(ratios),
         ours_to_stock_range=(min(ratios), max(ratios)),
         speed_up=statistics.median(alone / mine for mine, alone in zip(ours, single, strict=True)),
@@ -135,13 +164,15 @@ def row(name: str, plan: Plan, found: dict[str, Any]) -> Row:
 def table(rows: Sequence[Row]) -> str:
     """Markdown."""
     lines = [
-        "| split | ours | predicted | ours / predicted | stock | ours / stock | one process | speed-up | targets |",
+        "| split | ours | predicted before, after | ours / predicted | stock | ours / stock | one process | speed-up "
+        "| targets |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for each in rows:
         low, high = each.ours_to_stock_range
         lines.append(
-            f"| {each.name} | {each.ours_seconds:.3f} s | {each.predicted_seconds:.3f} s | "
+            f"| {each.name} | {each.ours_seconds:.3f} s | "
+            f"{each.predicted_before_seconds:.3f} s, {each.predicted_after_seconds:.3f} s | "
             f"{each.ours_to_predicted:.3f} | {each.stock_seconds:.3f} s | {each.ours_to_stock:.3f} "
             f"({low:.3f} .. {high:.3f}) | {each.single_seconds:.3f} s | {each.speed_up:.2f} | "
             f"{'met' if each.meets_targets else 'missed'} |"
@@ -164,7 +195,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     load = os.getloadavg()[0]
     found = plans(chosen.model, chosen.ranks, quick=chosen.quick)
     results = measured(chosen.model, list(found.values()), chosen.ranks, chosen.rounds, chosen.steps)
-    rows = [row(name, plan, result) for (name, plan), result in zip(found.items(), results, strict=True)]
+    after = predicted_again(chosen.model, chosen.ranks, found, quick=chosen.quick)
+    rows = [
+        row(name, plan.prediction.step_seconds, after[name], result)
+        for (name, plan), result in zip(found.items(), results, strict=True)
+    ]
     if chosen.json:
         print(json.dumps({"load_before": load, "busy": load > BUSY_LOAD, "rows": [asdict(each) for each in rows]}))
         return
