@@ -33,8 +33,9 @@ from planner.search.loads import part_ticks
 from planner.search.part_bounds import least_part_ticks
 from planner.search.parts import Part, arrangements, check_prices, parts_of, whole
 from planner.search.result import Callbacks, Progress
-from planner.search.solve import State, advance, begin, dive, search
+from planner.search.solve import advance, begin, dive, search
 from planner.search.space import Space, space_of
+from planner.search.state import State
 from planner.spec.plan import PlanRequest, SearchReport
 from planner.spec.profile import ModelProfile
 

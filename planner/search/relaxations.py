@@ -25,8 +25,9 @@ from planner.search.nearest import unfit
 from planner.search.orders import recompute_wish
 from planner.search.result import Callbacks, Candidate, Limits
 from planner.search.segments import choices
-from planner.search.solve import State, advance, begin
+from planner.search.solve import advance, begin
 from planner.search.space import space_of
+from planner.search.state import State
 from planner.search.words import gibibytes
 from planner.spec.cluster import Cluster
 from planner.spec.devices import find_device

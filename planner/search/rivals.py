@@ -20,8 +20,9 @@ from collections.abc import Iterable, Iterator
 from planner.cost import schedule_of
 from planner.search.inside import NO_LIMIT, first_plan
 from planner.search.result import Callbacks, Candidate
-from planner.search.solve import Alike, Dealt, Group, Open, Searched, State, dealt_candidate, take_up
+from planner.search.solve import dealt_candidate, take_up
 from planner.search.space import Family
+from planner.search.state import Alike, Dealt, Group, Open, Searched, State
 from planner.search.synthesized import Unordered, synthesized
 from planner.spec.layout import Layout
 
