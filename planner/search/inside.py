@@ -230,7 +230,13 @@ def limits_of(limit_ticks: int, bound_ticks: int) -> tuple[int, ...]:
 
 
 def first_plan(
-    costs: LayoutCosts, modes: tuple[LayerModes, ...], bound_ticks: int, *, limit_ticks: int = NO_LIMIT, rounds: int = 0
+    costs: LayoutCosts,
+    modes: tuple[LayerModes, ...],
+    bound_ticks: int,
+    *,
+    limit_ticks: int = NO_LIMIT,
+    rounds: int = 0,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> tuple[StageMap, Step] | None:
     """A stage map that fits and beats the limit, found with little work; None when none was found.
 
@@ -240,11 +246,12 @@ def first_plan(
         bound_ticks: no stage map is faster.
         limit_ticks: only stage maps faster than this matter.
         rounds: solutions of the master problem.
+        should_stop: asked before every trial.
     """
     if windows_on(costs, modes, limit_ticks).is_empty:
         return None
     trials = list(limits_of(limit_ticks, bound_ticks))
-    while trials:
+    while trials and not should_stop():
         search = LayoutSearch(costs, modes, limit_ticks=trials.pop(0))
         search.start()
         search.improve(rounds)

@@ -110,19 +110,19 @@ def plan(request: PlanRequest, profile: ModelProfile, *, callbacks: Callbacks | 
     if not space.families:
         helps = remedies(work, (), limits)
         return Infeasible(reasons=(*space.reasons, *map(remedy_text, helps)), relaxations=helps)
-    found = _found(ended, request.options.top)
+    found = _found(ended, request.options.top, limits.for_alternatives())
     if ended.missed_seconds is not None:
         return _too_slow(request.job, ended)
     if not found.candidates:
         return _infeasible(work, space, found, limits)
     answer = _answer(request, work, found)
-    return _explained(answer, profile, found, limits)
+    return _explained(answer, profile, found, limits.afterwards())
 
 
 def _explained(answer: Plan, profile: ModelProfile, found: Found, limits: Limits) -> Plan:
     """The plan with what else was asked about it."""
     options, is_full = answer.request.options, answer.request.options.explain == "full"
-    swayed = sensitivity(found.candidates, is_full=is_full)
+    swayed = sensitivity(found.candidates, limits, is_full=is_full)
     sentences = sensitivity_text(swayed, answer.layout, answer.alternatives)
     more: dict[str, object] = {"sensitivity": swayed}
     if is_full:
@@ -135,12 +135,12 @@ def _explained(answer: Plan, profile: ModelProfile, found: Found, limits: Limits
     return answer.model_copy(update={**more, "explanation": answer.explanation + sentences})
 
 
-def _found(ended: Contest, top: int) -> Found:
+def _found(ended: Contest, top: int, limits: Limits) -> Found:
     part, work, space, state = ended.winner.part, ended.winner.work, ended.winner.space, ended.winner.state
     if state.best is None:
         # Only a search that ended knows that nothing fits, and what misses by how much.
         return Found(part, (), ended.report, tuple(unfit(work, space)) if ended.report.optimal else ())
-    candidates = sorted((state.best, *rivals(state, top)), key=lambda one: one.ticks)
+    candidates = sorted((state.best, *rivals(state, top, limits)), key=lambda one: one.ticks)
     return Found(part, tuple(candidates), improved(ended.report, candidates[0].ticks), ())
 
 

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.cost import TICK_SECONDS, LayoutCosts, StageMap, Step
 from planner.schedule import Schedule
 from planner.search.parts import Part
+from planner.spec.layout import Layout
 from planner.spec.plan import SearchReport
+
+AFTERWARDS_SECONDS = 1.0
+"""Behind the time limit: for what is told besides a plan that the limit itself left no time for."""
+_ALTERNATIVES_SHARE = 0.6
+"""Of that, for the alternatives: all else that is told needs them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,14 @@ class Limits:
         asked = self.callbacks.should_stop is not None and self.callbacks.should_stop()
         return asked or time.monotonic() > self.deadline
 
+    def for_alternatives(self) -> Limits:
+        """Until when alternatives are looked for."""
+        return replace(self, deadline=self.deadline + _ALTERNATIVES_SHARE * AFTERWARDS_SECONDS)
+
+    def afterwards(self) -> Limits:
+        """Until when all else is told of the plan and its alternatives."""
+        return replace(self, deadline=self.deadline + AFTERWARDS_SECONDS)
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -61,6 +75,22 @@ class Candidate:
     def ticks(self) -> int:
         """Its step."""
         return self.step.total_ticks
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """How it shares the devices out."""
+        return degrees_of(self.costs.layout)
+
+
+def degrees_of(layout: Layout) -> tuple[int, ...]:
+    """How a layout shares the devices out."""
+    return (
+        layout.data_parallel_degree,
+        layout.tensor_parallel_degree,
+        layout.pipeline_parallel_degree,
+        layout.context_parallel_degree,
+        layout.expert_parallel_degree,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,10 @@
     (A4)  of the groups of ranks that may share out the states of a ZeRO stage only one is looked at: that of the least
           bound, or the largest where that is no more than 1 % above; so many near twins would take up all of (A3)
 
-Work is counted, not timed, so that the answer is always the same.                                      -> rivals()
+    (A5)  behind the time limit, or once the caller wants to stop, the plans that the search itself came by stand in for
+          those that were not looked at
+
+Work is counted, not timed, so that the answer is always the same where the time suffices.              -> rivals()
 """
 
 from __future__ import annotations
@@ -19,12 +22,11 @@ from collections.abc import Iterable, Iterator
 
 from planner.cost import schedule_of
 from planner.search.inside import NO_LIMIT, first_plan
-from planner.search.result import Callbacks, Candidate
+from planner.search.result import Candidate, Limits, degrees_of
 from planner.search.solve import dealt_candidate, take_up
 from planner.search.space import Family
 from planner.search.state import Alike, Dealt, Group, Open, Searched, State
 from planner.search.synthesized import Unordered, synthesized
-from planner.spec.layout import Layout
 
 _TAKEN_UP = 1000
 """Parts of the space looked at, for each alternative wanted: most are only bounded."""
@@ -38,36 +40,40 @@ _SYNTHESIS_WORK = 0.05
 """Of CP-SAT on the order of one layout."""
 
 
-def rivals(state: State, top: int) -> tuple[Candidate, ...]:
+def rivals(state: State, top: int, limits: Limits) -> tuple[Candidate, ...]:
     """The next best plans, fastest first.
 
     Args:
         state: of a search that ended with a plan.
         top: how many are wanted.
+        limits: of the time.
     """
     best = state.best
     if best is None or top == 0:
         return ()
-    found = list(_looked_at(state, best, _TAKEN_UP * top, top))
+    found = list(_looked_at(state, best, _TAKEN_UP * top, top, limits))
+    if limits.should_stop():
+        looked_at = {one.costs.layout for one in found}
+        found += [one for one in state.met.values() if one is not best and one.costs.layout not in looked_at]
     found.sort(key=lambda one: one.ticks)
     chosen: dict[tuple[int, ...], Candidate] = {}
     for one in found:
-        if degrees_of(one.costs.layout) != degrees_of(best.costs.layout):
-            chosen.setdefault(degrees_of(one.costs.layout), one)
+        if one.degrees != best.degrees:
+            chosen.setdefault(one.degrees, one)
     first = list(chosen.values())[:top]
     others = [one for one in found if not any(one is each for each in first)]
     return tuple(sorted([*first, *others[: top - len(first)]], key=lambda one: one.ticks))
 
 
-def _looked_at(state: State, best: Candidate, budget: int, top: int) -> Iterator[Candidate]:
+def _looked_at(state: State, best: Candidate, budget: int, top: int, limits: Limits) -> Iterator[Candidate]:
     """Plans of other layouts, by (A1), (A3) and (A4)."""
     # Everything is looked at as if there were no incumbent; the search's own state stays as it is.
-    free = State(state.work, state.considered, float("inf"), Callbacks(), nearest=set(state.nearest))
+    free = State(state.work, state.considered, limits.deadline, limits.callbacks, nearest=set(state.nearest))
     heap = list(_nearest(free, state.bounds.values()))
     heapq.heapify(heap)
     seen: Counter[tuple[int, ...]] = Counter()
     fastest: dict[tuple[int, ...], int] = {}
-    while heap and budget > 0 and seen.total() < _MOST_PLANS * top:
+    while heap and budget > 0 and seen.total() < _MOST_PLANS * top and not limits.should_stop():
         one = heapq.heappop(heap)
         here = _degrees(one)
         if seen[here] >= _PER_DEGREES or _is_the_plan(one, best):
@@ -79,7 +85,7 @@ def _looked_at(state: State, best: Candidate, budget: int, top: int) -> Iterator
             _push_all(heap, _nearest(free, list(take_up(free, one))))
             continue
         seen[here] += 1
-        candidate = _candidate(one)
+        candidate = _candidate(one, limits)
         if candidate is not None:
             fastest[here] = min(candidate.ticks, fastest.get(here, candidate.ticks))
             yield candidate
@@ -100,7 +106,7 @@ def _is_ready(one: Open) -> bool:
     return isinstance(one.item, Dealt) or (isinstance(one.item, Searched | Unordered) and one.item.is_tight)
 
 
-def _candidate(one: Open) -> Candidate | None:
+def _candidate(one: Open, limits: Limits) -> Candidate | None:
     """The plan of a single layout; None when none was found that fits."""
     match one.item:
         case Dealt() as dealt:
@@ -108,7 +114,7 @@ def _candidate(one: Open) -> Candidate | None:
         case Unordered() as unordered:
             return synthesized(unordered, limit_ticks=NO_LIMIT, each=_SYNTHESIS_WORK).candidate
         case Searched(costs=costs, modes=modes):
-            found = first_plan(costs, modes, one.bound_ticks, rounds=_ROUNDS)
+            found = first_plan(costs, modes, one.bound_ticks, rounds=_ROUNDS, should_stop=limits.should_stop)
             return Candidate(costs, schedule_of(costs), *found) if found else None
     return None
 
@@ -125,14 +131,3 @@ def _degrees(one: Open) -> tuple[int, ...]:
             return several.family.degrees
         case Searched(costs=costs) | Dealt(costs=costs) | Unordered(costs=costs):
             return degrees_of(costs.layout)
-
-
-def degrees_of(layout: Layout) -> tuple[int, ...]:
-    """How a layout shares the devices out."""
-    return (
-        layout.data_parallel_degree,
-        layout.tensor_parallel_degree,
-        layout.pipeline_parallel_degree,
-        layout.context_parallel_degree,
-        layout.expert_parallel_degree,
-    )

@@ -13,13 +13,14 @@ Only the plan and its alternatives are priced: another layout may win before the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
 from planner.cost import Workload, choose, evaluate, layout_costs, workload
 from planner.cost.offload import missing_for_offload
-from planner.search.result import Candidate
+from planner.search.result import Candidate, Limits
 from planner.spec.cluster import Cluster, Link
 from planner.spec.devices import find_device, links_of
 from planner.spec.plan import Overtaking, Sensitivity
@@ -49,12 +50,17 @@ class _ErrorBar:
     reason: str
 
 
-def sensitivity(candidates: Sequence[Candidate], *, is_full: bool) -> tuple[Sensitivity, ...]:
+class _TimeOverError(Exception):
+    """Ends what is told from within."""
+
+
+def sensitivity(candidates: Sequence[Candidate], limits: Limits, *, is_full: bool) -> tuple[Sensitivity, ...]:
     """For every figure of the cost model: which alternatives overtake the plan when it is another.
 
     Args:
         candidates: the plan, then its alternatives.
-        is_full: look beyond the error bars too, and however long it takes.
+        limits: of the time; figures for which there is none left are left out.
+        is_full: look beyond the error bars too, and at steps of any length.
     """
     if len(candidates) < 2:
         return ()
@@ -62,16 +68,22 @@ def sensitivity(candidates: Sequence[Candidate], *, is_full: bool) -> tuple[Sens
     actions = sum(sum(map(len, one.schedule.actions)) for one in candidates)
     if not is_full and 2 * len(bars) * actions > _BRIEF_ACTIONS:
         return ()
-    return tuple(_sensitivity(bar, candidates, is_full) for bar in bars)
+    found: list[Sensitivity] = []
+    with suppress(_TimeOverError):
+        for bar in bars:
+            found.append(_sensitivity(bar, candidates, limits, is_full))
+    return tuple(found)
 
 
-def _sensitivity(bar: _ErrorBar, candidates: Sequence[Candidate], is_full: bool) -> Sensitivity:
+def _sensitivity(bar: _ErrorBar, candidates: Sequence[Candidate], limits: Limits, is_full: bool) -> Sensitivity:
     @cache
     def work(factor: float) -> Workload:
         return _repriced(candidates[0].costs.work, bar.quantity, factor)
 
     @cache
     def ticks(place: int, factor: float) -> int:
+        if limits.should_stop():
+            raise _TimeOverError
         one = candidates[place]
         costs = layout_costs(work(factor), one.costs.layout)
         return evaluate(costs, one.schedule, choose(costs, one.stage_map)).total_ticks

@@ -77,7 +77,7 @@ def dive(state: State) -> None:
     tries = _DIVES
     for family in families[:_DIVED_INTO]:
         order = [each for each in family.orders if not each.is_dealt][-1:]
-        if not order or tries == 0:
+        if not order or tries == 0 or state.seconds_left() <= 0:
             continue
         costs = layout_costs(state.work, family.layout(family.leanest[0], order[0]))
         modes = choices(costs, state.wish)

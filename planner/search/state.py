@@ -22,6 +22,8 @@ from planner.spec.layout import Layout, RankOrder
 from planner.spec.plan import SearchReport
 
 _OPTIMAL_GAP = 1e-6
+_MET = 8
+"""Degrees of which a plan is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,8 @@ class State:
     heap: list[Open] = field(default_factory=list)
     solved: int = 0
     best: Candidate | None = None
+    met: dict[tuple[int, ...], Candidate] = field(default_factory=dict)
+    """The fastest plans that were come by, by their degrees."""
     bounds: dict[tuple[int, ...], Open] = field(default_factory=dict)
     """Latest bound of everything that may fit, by its place in the enumeration."""
     ceiling: int = NO_LIMIT
@@ -170,9 +174,14 @@ class State:
         return self.deadline - time.monotonic()
 
     def take(self, found: Candidate) -> None:
-        """Keep a plan that beats the incumbent."""
+        """Keep a plan that beats the incumbent; of others, the best of a few degrees."""
         if found.ticks < self.limit_ticks:
             self.best = found
+        known = self.met.get(found.degrees)
+        if known is None or found.ticks < known.ticks:
+            self.met[found.degrees] = found
+        if len(self.met) > _MET:
+            del self.met[max(self.met, key=lambda degrees: self.met[degrees].ticks)]
 
     def close(self, one: Open) -> None:
         """No stage map of it fits and beats the incumbent; without anything to beat, none fits at all."""
