@@ -26,6 +26,7 @@ from profiler.quantities import LayerCount, Limits, layer_profiles, rows_of
 from profiler.sequence_parallel import refusal
 from profiler.shard import Exchanges, border_split, shard_layer
 from profiler.splits import WHOLE, Split, splits
+from profiler.tensor_parallel import refusal as tensor_refusal
 
 Progress = Callable[[int, int, str], None]
 """Called with (steps done, steps in all, what is being done)."""
@@ -240,7 +241,8 @@ def check_request(
     takes_tokens = source.input_kind == "tokens"
     tensors = source.tensor_parallel_degrees() if set(degrees) != {1} else (1,)
     known = source.expert_parallel_degrees() if set(experts) != {1} else (1,)
-    limits = Limits(source.name, takes_tokens, source.longest_sequence, tensors, known)
+    reason = tensor_refusal(source) if set(degrees) - set(tensors) else ""
+    limits = Limits(source.name, takes_tokens, source.longest_sequence, tensors, known, reason)
     limits.check(sequence_length, micro_batch_sizes, degrees, experts)
 
 

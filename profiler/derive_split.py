@@ -137,6 +137,10 @@ class _Shapes:
 
     read = leave = add = enter
 
+    def total(self, partial: Tensor) -> Tensor:
+        """See `profiler.split_tensor.Ranks`. An exchange in the midst of a region is not chosen unasked."""
+        raise NoRuleError("a sum over the dimension that is split")
+
     def take(self, whole: Tensor, dimension: int, sections: int) -> Tensor:
         """See `profiler.split_tensor.Ranks`."""
         return take_part(whole, dimension, sections, self.rank, self.ranks)

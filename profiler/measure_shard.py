@@ -20,8 +20,8 @@ from planner.errors import UnsupportedError
 from profiler.local_tensor import local as local
 from profiler.local_tensor import with_local as with_local
 from profiler.models import ModelSource
-from profiler.split_group import split_derived
-from profiler.tensor_parallel import REPLICATED_STYLES, is_derived, parallel_styles, plan, split_modules
+from profiler.split_group import split_ours
+from profiler.tensor_parallel import parallel_styles, plan, split_modules
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def split(stage: nn.Module, source: ModelSource, degree: int, device: torch.devi
     """Leave one rank's shard of a stage of this model, in place; to be called within `fake_ranks`."""
     mesh = DeviceMesh(device.type, torch.arange(degree))
     styles, chosen = parallel_styles(), split_modules(stage, plan(source))
-    split_derived(stage, chosen, mesh)
+    split_ours(stage, chosen, mesh)
     for name, style in chosen.items():
-        if style not in REPLICATED_STYLES and not is_derived(style):
+        if style in styles:
             parallelize_module(stage.get_submodule(name), mesh, styles[style], src_data_rank=None)

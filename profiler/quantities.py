@@ -179,6 +179,8 @@ class Limits:
     """Tokens; 0 when there is no limit."""
     tensor_parallel_degrees: tuple[int, ...]
     expert_parallel_degrees: tuple[int, ...] = (1,)
+    tensor_refusal: str = ""
+    """Why there is no tensor-parallel degree but 1, where that is known."""
 
     def check(
         self,
@@ -202,7 +204,8 @@ class Limits:
         wrong = [degree for degree in degrees if degree not in self.tensor_parallel_degrees]
         if wrong or not degrees:
             raise DocumentError(
-                f"{self.model} cannot be tensor-parallel by {wrong[0] if wrong else 'no degree at all'}.",
+                f"{self.model} cannot be tensor-parallel by {wrong[0] if wrong else 'no degree at all'}"
+                f"{self.tensor_refusal and f': {self.tensor_refusal}'}.",
                 field="tensor_parallel_degrees",
                 mend=f"use {', '.join(map(str, self.tensor_parallel_degrees))}.",
             )

@@ -8,6 +8,9 @@ what is sent from stage to stage. Derived from the tensor-parallel plan, whateve
              are summed and scattered. Once per module that holds a whole region (attention, feed-forward): its code
              takes positions and shapes from its input. Column-wise products that stand beside norms (as in OPT's
              feed-forward) are entered by themselves; they work token by token.
+             Where a region begins with products that all ranks run whole (latent attention), its gradients are whole
+             already: column-wise products within sum those of the latents, which are smaller, and every rank keeps its
+             part
     leave    the outputs of row-wise products, partial sums, are summed and scattered
     gather   behind the last block the parts are gathered for the final norm and head, which every rank runs whole
 
@@ -29,7 +32,7 @@ from torch import Tensor, nn
 
 from profiler import tensor_parallel
 from profiler.expert_parallel import experts_of
-from profiler.tensor_parallel import COLUMN_STYLES, DERIVED_ROWS, ROW_STYLES, is_derived, sections_of
+from profiler.tensor_parallel import COLUMN_STYLES, DERIVED_ROWS, REPLICATED, ROW_STYLES, is_derived, sections_of
 from profiler.transformer_cut import TransformerChain, hidden_argument, hidden_output
 
 if TYPE_CHECKING:
@@ -50,6 +53,11 @@ class SequencePlan:
     """Row-wise products, whose output is summed and scattered."""
     partial: tuple[str, ...]
     """Whole on every rank, and see this rank's tokens only."""
+    entered_whole: tuple[str, ...] = ()
+    """Likewise, but what reads it is whole on every rank, or sums its own gradients: of the whole gradient every rank
+    keeps its part."""
+    apart: tuple[str, ...] = ()
+    """Column-wise products within these, which sum the gradients of what they read over the group."""
     is_derived: bool = False
     """Row-wise products scatter their output themselves, and what is entered is a plain tensor."""
 
@@ -73,8 +81,12 @@ class SequencePlan:
         closed = [parent for parent in parents if all(name in inside for name in _below(parent, owners))]
         regions = tuple(parent for parent in closed if not any(_is_below(parent, other) for other in closed))
         loose = tuple(name for name in columns if not any(_is_below(name, region) for region in regions))
+        replicated = [name for name, style in inside.items() if style == REPLICATED]
+        whole = tuple(region for region in regions if any(_is_below(name, region) for name in replicated))
+        apart = tuple(name for name in columns if any(_is_below(name, region) for region in whole))
+        entered = tuple(region for region in regions if region not in whole) + loose
         derived = any(map(is_derived, inside.values()))
-        return cls(regions + loose, rows, tuple(sorted(owners - set(inside))), derived)
+        return cls(entered, rows, tuple(sorted(owners - set(inside))), whole, apart, derived)
 
 
 def _owners(stage: nn.Module) -> Iterator[str]:

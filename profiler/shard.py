@@ -27,7 +27,7 @@ from profiler.sequence_parallel import DIMENSION, SequencePlan, enter_regions, s
 from profiler.split_modules import split_module
 from profiler.split_tensor import join_parts, take_part
 from profiler.splits import Split
-from profiler.tensor_parallel import COLUMN_STYLES, REPLICATED_STYLES, ROW_STYLES, is_derived
+from profiler.tensor_parallel import COLUMN_STYLES, REPLICATED, REPLICATED_STYLES, ROW_STYLES, is_ours
 from profiler.transformer_cut import TransformerChain
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _share_tensors(layer: nn.Module, source: ModelSource, index: int, split: Spl
     chain = source.cut().chain
     assert isinstance(chain, TransformerChain)  # else no sequence is split
     plan = SequencePlan.of(layer, chain.blocks_name, styles)
-    inside = frozenset(name for name in styles if name.startswith(f"{chain.blocks_name}."))
+    inside = frozenset(name for name in styles if name.startswith(f"{chain.blocks_name}.")) - set(plan.apart)
     exchanges = shard(layer, styles, split.tensor, in_regions=inside)
     _share_sequence(layer, chain, index, plan, split.tensor, exchanges)
     return exchanges
@@ -132,7 +132,9 @@ def shard(
         return exchanges
     for name, style in styles.items():
         module = stage.get_submodule(name)
-        if is_derived(style):
+        if style == REPLICATED:
+            continue
+        if is_ours(style):
             ranks = _DerivedRanks(degree, exchanges, sequence=name in in_regions)
             split_module(module, style, ranks, partial(hold_on_meta, degree))
         elif style in REPLICATED_STYLES:
@@ -179,6 +181,11 @@ class _DerivedRanks:
     def add(self, whole: Tensor) -> Tensor:
         """See `profiler.split_tensor.Ranks`."""
         return self.enter(whole) if self.sequence else whole
+
+    def total(self, partial: Tensor) -> Tensor:
+        """See `profiler.split_tensor.Ranks`."""
+        self.exchanges.add("forward", "all_reduce", partial)
+        return partial
 
     def enter(self, whole: Tensor) -> Tensor:
         """See `profiler.split_tensor.Ranks`."""
@@ -311,6 +318,7 @@ def _share_sequence(
         return whole
 
     enter_regions(layer, plan.entered, enter)
+    enter_regions(layer, plan.entered_whole, gather)
     for name in plan.left_by_hooks:
         layer.get_submodule(name).register_forward_hook(leave)
     split_borders(layer, chain, range(index, index + 1), parts=degree, split=split, gather=gather)

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from profiler.split_modules import split_module
 from profiler.split_products import Entered
 from profiler.split_tensor import join_parts, take_part
-from profiler.tensor_parallel import is_derived
+from profiler.tensor_parallel import is_ours
 
 # Before torch 2.13 it had another name, which warns by now.
 _all_gather: Callable[..., Tensor] = getattr(collectives, "all_gather_single", collectives.all_gather_tensor)
@@ -101,6 +101,11 @@ class GroupRanks:
         """See `profiler.split_tensor.Ranks`."""
         return self.enter(whole) if self._sequence else whole
 
+    def total(self, partial: Tensor) -> Tensor:
+        """See `profiler.split_tensor.Ranks`."""
+        summed: Tensor = _Leave.apply(partial, self._mesh)  # type: ignore[no-untyped-call]
+        return summed
+
     def enter(self, whole: Tensor) -> Tensor:
         """See `profiler.split_tensor.Ranks`."""
         if not (whole.requires_grad and torch.is_grad_enabled()):
@@ -158,8 +163,8 @@ def _hold(mesh: DeviceMesh, parameter: nn.Parameter, dimension: int, sections: i
     return nn.Parameter(spread, parameter.requires_grad)
 
 
-def split_derived(stage: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh, *, sequence: bool = False) -> None:
-    """Leave a rank's part of the modules that are split as derived (`profiler.derive_split`), in place.
+def split_ours(stage: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh, *, sequence: bool = False) -> None:
+    """Leave a rank's part of the modules that torch's `parallelize_module` does not split, in place.
 
     Args:
         styles: by qualified name; modules of other styles are left as they are.
@@ -167,5 +172,5 @@ def split_derived(stage: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh,
     """
     ranks = GroupRanks(mesh, sequence=sequence)
     for name, style in styles.items():
-        if is_derived(style):
+        if is_ours(style):
             split_module(stage.get_submodule(name), style, ranks, partial(_hold, mesh))

@@ -44,6 +44,9 @@ class Ranks(Protocol):
     def add(self, whole: Tensor) -> Tensor:
         """A bias that is added to what `leave` gives."""
 
+    def total(self, partial: Tensor) -> Tensor:
+        """The sum over the group, whole on every rank, also with sequence parallelism."""
+
     def enter(self, whole: Tensor) -> Tensor:
         """A whole tensor that meets a split one: itself; its gradients, partial sums, are added up over the group."""
 

@@ -188,6 +188,13 @@ def _reduction(
     return input.like(made, input.dimension - ahead)
 
 
+def _mean(func: Any, input: SplitTensor, dim: Any = None, keepdim: bool = False, *args: Any, **kwargs: Any) -> Tensor:
+    """Over the last dimension, where that is the split one, the mean of the ranks' means."""
+    if dim in (-1, [-1], (-1,)) and input.dimension == input.dim() - 1:
+        return input.ranks.total(func(input.local, dim, keepdim, *args, **kwargs) / input.ranks.ranks)
+    return _reduction(func, input, dim, keepdim, *args, **kwargs)
+
+
 def _extreme(func: Any, input: SplitTensor, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
     """``max`` and ``min``: of two tensors, or values and places over another dimension."""
     if not isinstance(dim, int):
@@ -271,7 +278,8 @@ RULES: dict[str, Rule] = {
     "linear": _linear,
     "scaled_dot_product_attention": _attention,
     **dict.fromkeys(("softmax", "log_softmax", "cumsum"), _along),
-    **dict.fromkeys(("mean", "sum", "amax", "amin"), _reduction),
+    "mean": _mean,
+    **dict.fromkeys(("sum", "amax", "amin"), _reduction),
     **dict.fromkeys(("max", "min"), _extreme),
     **dict.fromkeys(("layer_norm", "rms_norm"), _last_norm),
     "group_norm": _group_norm,

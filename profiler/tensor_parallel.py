@@ -1,9 +1,10 @@
 """Which modules tensor parallelism splits, how, and by which degrees.
 
-The plan is transformers' own (`base_model_tp_plan` of the configuration, `_tp_plan` of the model); OPT, for which
-transformers has none, gets the same column and row pattern (Shoeybi et al. 2019, "Megatron-LM", section 3). Of a
-mixture's experts the ranks hold whole ones, an equal number each (`profiler.expert_parallel`), where transformers' plan
-splits every one of them. For all other models the plan is derived from what their layers do (`profiler.derive_split`).
+The plan is transformers' own (`base_model_tp_plan` of the configuration, `_tp_plan` of the model), with the same column
+and row pattern (Shoeybi et al. 2019, "Megatron-LM", section 3) where it has none (`OPT_BLOCK_PLAN`), none of attention,
+or one that keeps attention whole (`ATTENTION_PLANS`). Of a mixture's experts the ranks hold whole ones, an equal number
+each (`profiler.expert_parallel`), where transformers' plan splits every one of them. For all other models the plan is
+derived from what their layers do (`profiler.derive_split`).
 """
 
 from __future__ import annotations
@@ -30,11 +31,36 @@ OPT_BLOCK_PLAN = {
 }
 """OPT's block: attention and feed-forward, each a column-wise group closed by a row-wise product."""
 
+SPLIT_NORM = "split_norm"
+"""A norm over all features of a column-wise product: each rank has its part of the weight, and of the squares, whose
+means are summed over the group. transformers gathers the features instead, and every rank attends with all heads."""
+PER_HEAD = "per_head"
+"""A module whose own parameters have one row per head, of which each rank has those of its heads."""
+REPLICATED = "replicate"
+"""Whole on every rank, which runs it on the same; its gradients are whole, too."""
+_SHARED_KEY = "mla_kv_a_proj"
+"""Of what this product gives, the last features, a key that all heads share, go straight to every rank's heads: their
+gradients are summed over the group. Followed in a plan by a colon and their number."""
+
+_COLUMNS_AND_ROWS = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+ATTENTION_PLANS: dict[str, dict[str, str]] = {
+    "deepseek_v3": {  # as transformers has it for DeepSeek-V2
+        "q_proj": "colwise",
+        "q_b_proj": "colwise",
+        "kv_a_proj_with_mqa": _SHARED_KEY,
+        "kv_b_proj": "colwise",
+        "o_proj": "rowwise",
+    },
+    "gpt_oss": {"": PER_HEAD, **_COLUMNS_AND_ROWS},  # attention sinks
+    "olmoe": {**_COLUMNS_AND_ROWS, "q_norm": SPLIT_NORM, "k_norm": SPLIT_NORM},
+}
+"""By model type, of the modules of a block's attention; the attention itself has no name."""
+
 COLUMN_STYLES = frozenset({"colwise", "colwise_gather_output"})
 ROW_STYLES = frozenset({"rowwise"})
 REPLICATED_STYLES = frozenset({"replicated_with_grad_allreduce"})
 """Whole on every rank; the gradient, partial, is summed over the group (qwen3's norms of single heads)."""
-KNOWN_STYLES = COLUMN_STYLES | ROW_STYLES | REPLICATED_STYLES
+KNOWN_STYLES = COLUMN_STYLES | ROW_STYLES | REPLICATED_STYLES | {SPLIT_NORM, PER_HEAD, REPLICATED, _SHARED_KEY}
 """A plan with any other style is not used: half a plan would be wrong."""
 DERIVED_ROWS = "derived_rowwise"
 DERIVED_ATTENTION = "derived_attention"
@@ -47,6 +73,17 @@ LARGEST_DERIVED = 8
 def is_derived(style: str) -> bool:
     """Does the style stand in a plan that was derived?"""
     return style in (DERIVED_ROWS, DERIVED_ATTENTION) or style.startswith(_DERIVED_COLUMNS)
+
+
+def is_ours(style: str) -> bool:
+    """Is the style carried out by `profiler.split_modules`, and not by torch's `parallelize_module`?"""
+    return is_derived(style) or style in (SPLIT_NORM, PER_HEAD) or shared_key_of(style) > 0
+
+
+def shared_key_of(style: str) -> int:
+    """Last features of a product's output that go to the heads of every rank; 0 for other styles."""
+    name, _, number = style.partition(":")
+    return int(number) if name == _SHARED_KEY and number else 0
 
 
 def sections_of(style: str) -> int:
@@ -80,8 +117,8 @@ def plan(source: ModelSource) -> dict[str, str]:
     empty where the model cannot be split.
 
     Styles: ``colwise`` (weight split along its outputs, output stays split), ``colwise_gather_output`` (the output is
-    gathered), ``rowwise`` (weight split along its inputs, output all-reduced), ``replicated_with_grad_allreduce``; and
-    those of derived plans (`is_derived`).
+    gathered), ``rowwise`` (weight split along its inputs, output all-reduced), ``replicated_with_grad_allreduce``,
+    `REPLICATED`, and those that are carried out here (`is_ours`).
     """
     told = plan_of(source.blueprint) if source.config is not None else {}
     if told or experts_of(source.blueprint):
@@ -98,15 +135,61 @@ def plan_of(model: Any) -> dict[str, str]:
     prefix = "" if base is model else f"{model.base_model_prefix}."
     if model.config.model_type == "opt":
         return {f"{prefix}decoder.layers.*.{name}": style for name, style in OPT_BLOCK_PLAN.items()}
-    told = getattr(model.config, "base_model_tp_plan", None) or {}
-    spread = {pattern_of(name) for name in experts_of(model)}
-    styles = {f"{prefix}{name}": style for name, style in told.items() if not _is_within(f"{prefix}{name}", spread)}
+    styles = {f"{prefix}{name}": style for name, style in _told(model).items()}
     if not styles or not set(styles.values()) <= KNOWN_STYLES:
         return {}
+    styles = _with_shared_keys(model, styles)
     tied = {pattern_of(name) for name in _tied_modules(model)}
     head = {name: style for name, style in (type(model)._tp_plan or {}).items() if style in KNOWN_STYLES}
     # Splitting one of two modules that share a parameter would tear them apart: both stay whole.
     return {name: style for name, style in (styles | head).items() if name not in tied}
+
+
+def _told(model: Any) -> dict[str, str]:
+    """Styles of what the base model has, but of experts, known here or not."""
+    own = {} if _clips_in_place(model.config) else ATTENTION_PLANS.get(model.config.model_type, {})
+    attention = {f"layers.*.self_attn.{name}".removesuffix("."): style for name, style in own.items()}
+    told = {**(getattr(model.config, "base_model_tp_plan", None) or {}), **attention}
+    base = model.base_model
+    spread = {pattern_of(name) for name in experts_of(base)}
+    names = {pattern_of(name) for named in (base.named_modules(), base.named_parameters()) for name, _ in named}
+    return {name: style for name, style in told.items() if name in names and not _is_within(name, spread)}
+
+
+def _clips_in_place(config: Any) -> bool:
+    """OLMoE's attention may write into what the products give, which a DTensor's local part forbids."""
+    return getattr(config, "clip_qkv", None) is not None
+
+
+def refusal(source: ModelSource) -> str:
+    """Why the model cannot be tensor-parallel by any degree; empty where it can."""
+    if len(degrees(source)) > 1:
+        return ""
+    if plan(source):
+        reason = source.sequence_refusal if experts_of(source.blueprint) else ""
+        return reason or "no degree divides its heads and all the widths that would be split"
+    if not experts_of(source.blueprint):
+        return "none of its products is followed by another that could read its output split"
+    if _clips_in_place(source.config):
+        return "its attention clips queries, keys and values in place (clip_qkv)"
+    unknown = sorted(set(_told(source.blueprint).values()) - KNOWN_STYLES)
+    return f"its own plan has the style {unknown[0]!r}, unknown here" if unknown else "nobody told how to split it"
+
+
+def _with_shared_keys(model: nn.Module, styles: dict[str, str]) -> dict[str, str]:
+    """Latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1): all ranks have the products that give the latents,
+    and the norms of these, whole."""
+    parents = {name.rpartition(".")[0] for name, style in styles.items() if style == _SHARED_KEY}
+    if not parents:
+        return styles
+    shared = f"{_SHARED_KEY}:{model.config.get_text_config().qk_rope_head_dim}"  # type: ignore[union-attr]
+    found = {name: shared if style == _SHARED_KEY else style for name, style in styles.items()}
+    owners = (
+        pattern_of(name)
+        for name, each in model.named_modules()
+        if next(each.parameters(recurse=False), None) is not None
+    )
+    return dict.fromkeys((name for name in owners if _is_within(name, parents)), REPLICATED) | found
 
 
 def _is_within(name: str, modules: set[str]) -> bool:
@@ -159,20 +242,23 @@ def degrees(source: ModelSource) -> tuple[int, ...]:
         return _divisors(source.derived_split.divisor, LARGEST_DERIVED)
     config = source.config.get_text_config()
     heads = config.num_attention_heads
-    common = gcd(heads, getattr(config, "num_key_value_heads", None) or heads)
     model = source.blueprint
-    for name, style in split_modules(model, styles).items():
-        module = model.get_submodule(name)
-        if style in COLUMN_STYLES:
-            common = gcd(common, module.out_features)  # type: ignore[arg-type]
-        elif style in ROW_STYLES:
-            common = gcd(common, module.in_features)  # type: ignore[arg-type]
+    widths = (_width(model.get_submodule(name), style) for name, style in split_modules(model, styles).items())
+    common = gcd(heads, getattr(config, "num_key_value_heads", None) or heads, *widths)
     experts = common_experts(source)
     if experts:
         from profiler.sequence_parallel import refusal
 
         common = 1 if refusal(source) else gcd(common, experts)
     return _divisors(common, common)
+
+
+def _width(module: nn.Module, style: str) -> int:
+    """What a degree must divide; 0: nothing."""
+    if style in (SPLIT_NORM, PER_HEAD):
+        return gcd(*(parameter.shape[0] for parameter in module.parameters(recurse=False)))
+    width = module.out_features if style in COLUMN_STYLES else module.in_features if style in ROW_STYLES else 0
+    return int(width)  # type: ignore[arg-type]
 
 
 def _divisors(number: int, largest: int) -> tuple[int, ...]:

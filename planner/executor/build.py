@@ -36,6 +36,7 @@ from planner.executor.zero import LayerParameters, ZeroShards, layers_of
 from planner.spec.plan import Plan, PlannedLayer
 from planner.spec.profile import RecomputeMode, SharedParameters
 from profiler import tensor_parallel
+from profiler.compute_type import cast_rest
 from profiler.cut import LayerCut
 from profiler.models import ModelSource
 from profiler.parameters import hidden_matrices
@@ -154,6 +155,8 @@ def build_rank(
     if pieces.is_split:
         for stage in stages.values():
             use_lower_right(stage)
+    for stage in stages.values():
+        cast_rest(stage, COMPUTE_DTYPE[plan.request.job.precision], buffers=source.config is None)
     tie(list(stages.values()), cut.shared_parameters)
     partial = _shard(plan, {mine[index]: stage for index, stage in stages.items()}, source, mesh)
     module = merge(list(stages.values()))
@@ -351,8 +354,9 @@ def tensor_styles(module: nn.Module, source: ModelSource, degree: int) -> dict[s
         return {}
     allowed = source.tensor_parallel_degrees()
     if degree not in allowed:
+        reason = tensor_parallel.refusal(source)
         raise LayoutError(
-            f"{source.name} cannot be tensor-parallel by {degree}.",
+            f"{source.name} cannot be tensor-parallel by {degree}{reason and f': {reason}'}.",
             field="layout.tensor_parallel_degree",
             mend=f"use one of {', '.join(map(str, allowed))}.",
         )
@@ -363,12 +367,11 @@ def boundaries(plan: Plan, source: ModelSource, mine: StageRange) -> tuple[Bound
     """What one micro-batch, or a piece of it, carries into and out of a stage."""
     layout, length = plan.layout, plan.request.job.sequence_length
     size, length = layout.micro_batch_size, length // (layout.sequence_chunks * layout.context_parallel_degree)
-    crossing = source.borders(size, length).crossing
-    dtype = COMPUTE_DTYPE[plan.request.job.precision]
+    crossing = source.borders(size, length, COMPUTE_DTYPE[plan.request.job.precision]).crossing
     parts = layout.tensor_parallel_degree if layout.sequence_parallel else 1
 
     def at(position: int) -> Boundaries:
-        whole = tuple(Boundary.of(each, dtype) for each in crossing[position])
+        whole = tuple(map(Boundary.of, crossing[position]))
         is_hidden = 0 < position < len(crossing) - 1
         return tuple(_part_of(each, parts) for each in whole) if is_hidden and parts > 1 else whole
 

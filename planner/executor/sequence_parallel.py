@@ -72,6 +72,7 @@ def share_sequence(stage: nn.Module, source: ModelSource, layers: range, where: 
         return enter(part).to_local()
 
     enter_regions(stage, where.entered, enter_derived if where.is_derived else enter)
+    enter_regions(stage, where.entered_whole, gather)
     split_borders(stage, chain, layers, parts=mesh.size(), split=split, gather=gather)
 
 

@@ -17,8 +17,8 @@ from planner.executor.mesh import Mesh
 from profiler.measure_shard import local as local
 from profiler.measure_shard import with_local as with_local
 from profiler.sequence_parallel import SequencePlan
-from profiler.split_group import split_derived
-from profiler.tensor_parallel import is_derived, parallel_styles, scattered_rows
+from profiler.split_group import split_ours
+from profiler.tensor_parallel import REPLICATED, is_ours, parallel_styles, scattered_rows
 
 PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 """Transformers' name of a replicated parameter that sees only this rank's heads, such as Qwen3's q_norm."""
@@ -50,12 +50,11 @@ def shard_tensors(
     left = sequence.left if sequence is not None else ()
     if sequence is not None:
         partial += [each for name in sequence.partial for each in stage.get_submodule(name).parameters(recurse=False)]
-    derived = {name: style for name, style in plan.items() if is_derived(style)}
-    split_derived(stage, derived, mesh.tensor_mesh, sequence=sequence is not None)
+    split_ours(stage, plan, mesh.tensor_mesh, sequence=sequence is not None)
     for name, style in plan.items():
         module = stage.get_submodule(name)
-        if name in derived or next(module.parameters(recurse=False), None) is None:
-            continue  # stands for a module of another stage
+        if style == REPLICATED or is_ours(style) or next(module.parameters(recurse=False), None) is None:
+            continue  # the last stand for modules of another stage
         if style == PARTIAL_GRADIENT:
             partial += module.parameters(recurse=False)
         elif style not in styles:

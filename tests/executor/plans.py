@@ -62,6 +62,43 @@ QWEN3_MOE = {
     "moe_intermediate_size": 16,
     "mlp_only_layers": [1],
 }
+DEEPSEEK_V3 = {
+    **LLAMA,
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+GPT_OSS = {
+    **LLAMA,
+    "model_type": "gpt_oss",
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
+OLMOE = {
+    **LLAMA,
+    "model_type": "olmoe",
+    "num_hidden_layers": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "eos_token_id": 0,
+}
 STEEPNESS = 8.0
 T5 = {
     "model_type": "t5",
@@ -105,6 +142,9 @@ OWN = ("own_transformer", "own_network", "torch_encoder")
 CONFIGS = {
     "opt": OPT,
     "mixtral": MIXTRAL,
+    "deepseek-v3": DEEPSEEK_V3,
+    "gpt-oss": GPT_OSS,
+    "olmoe": OLMOE,
     "qwen3-moe": QWEN3_MOE,
     "t5": T5,
     "gpt2": GPT2,

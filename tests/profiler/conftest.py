@@ -65,6 +65,28 @@ TINY: dict[str, dict[str, Any]] = {
         "dropout": 0.0,
         "pad_token_id": 1,
     },
+    "deepseek_v3": {
+        **LLAMA_LIKE,
+        "model_type": "deepseek_v3",
+        "head_dim": 4,  # of the rotary embedding
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 3,
+        "n_routed_experts": 4,
+        "kv_lora_rank": 12,
+        "q_lora_rank": 20,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 12,
+    },
+    "gpt_oss": {
+        **LLAMA_LIKE,
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["full_attention"] * 3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "olmoe": {**LLAMA_LIKE, "model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2},
     "bert": {
         **SMALL,
         "model_type": "bert",

@@ -21,7 +21,7 @@ from planner.executor.sharding import local
 from profiler import tensor_parallel
 from profiler.count import count
 from profiler.models import ModelSource
-from profiler.split_group import GroupRanks, split_derived
+from profiler.split_group import GroupRanks, split_ours
 from profiler.split_tensor import SplitTensor
 from tests.executor.plans import source_of
 
@@ -136,7 +136,7 @@ def test_a_shard_counts_as_what_a_rank_runs(name: str, index: int, two_ranks) ->
     options = {"micro_batch_size": size[0], "sequence_length": size[1], "tensor_parallel_degree": 2}
     row = count(source, **options)[source.cut().layers[index].kind]
     layer = source.cut().layer(source.build(), index)
-    split_derived(layer, tensor_parallel.split_modules(layer, tensor_parallel.plan(source)), two_ranks)
+    split_ours(layer, tensor_parallel.split_modules(layer, tensor_parallel.plan(source)), two_ranks)
     assert row.local_parameters == sum(local(each).numel() for each in layer.parameters())
     takes = source.borders(*size).takes[index]
     inputs = [torch.randn(each.shape, requires_grad=True) for each in takes]
@@ -150,7 +150,7 @@ def test_a_packed_shard_keeps_what_it_is_counted_to_keep(two_ranks) -> None:
     source = known("gpt2-still")
     row = count(source, micro_batch_size=3, sequence_length=20, tensor_parallel_degree=2)["GPT2Block"]
     block = source.cut().layer(source.build(), 1)
-    split_derived(block, tensor_parallel.split_modules(block, tensor_parallel.plan(source)), two_ranks)
+    split_ours(block, tensor_parallel.split_modules(block, tensor_parallel.plan(source)), two_ranks)
     owned = {local(each).untyped_storage()._cdata for each in block.parameters()}
     saved: list[weakref.ref] = []
 

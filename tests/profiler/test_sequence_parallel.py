@@ -96,7 +96,7 @@ def _run(layer: torch.nn.Module, given: torch.Tensor, **keywords) -> tuple[torch
     return output, sum(storage.nbytes() for key, storage in storages.items() if key not in owned)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "opt", "deepseek_v3"])
 def test_block_keeps_what_is_counted(family: str, two_ranks, write_config):
     """The activation bytes of a block are those that autograd keeps of a block of DTensors, to the byte."""
     source = load_model(write_config(family))
@@ -104,7 +104,8 @@ def test_block_keeps_what_is_counted(family: str, two_ranks, write_config):
     output, kept = _run(block, torch.randn(B, S // 2, HIDDEN, requires_grad=True))
     row = _counted(source)[source.cut().layers[1].kind]
     assert output.shape == (B, S // 2, HIDDEN)
-    tables = 0 if family == "opt" else 2 * S * 8 * 4  # sine and cosine, whole on every rank, once per stage
+    rotated = {"opt": 0, "deepseek_v3": 4}.get(family, 8)  # features of a head
+    tables = 2 * S * rotated * 4  # sine and cosine, whole on every rank, once per stage
     random_state = 24  # of the CUDA kernel
     assert row.activation_bytes - random_state + tables == kept
     assert row.output_bytes == output.nbytes
@@ -135,7 +136,7 @@ def test_block_of_a_context_rank_keeps_and_exchanges_what_is_counted(two_by_two,
     }
 
 
-@pytest.mark.parametrize("family", ["llama", "opt"])
+@pytest.mark.parametrize("family", ["llama", "opt", "deepseek_v3"])
 @pytest.mark.parametrize("index", [0, 1, 4], ids=["embedding", "block", "head"])
 def test_layers_exchange_what_is_counted(family: str, index: int, two_ranks, write_config):
     """As many collectives of each kind, forward and backward, as torch sends."""
@@ -169,6 +170,16 @@ def test_collectives_gather_and_scatter_the_hidden_tensor(write_config):
     head = {(each.phase, each.operation, each.bytes) for each in rows["head"].collectives}
     assert {("forward", "all_gather", hidden), ("forward", "all_gather", B * S * 96 * 4)} <= head
     assert rows["embedding"].output_bytes == hidden // 2
+
+
+def test_latents_sum_their_gradients_instead_of_the_hidden_tensor(write_config):
+    """Every rank runs the products into DeepSeek's latents whole: what their gradients travel is as wide as the latents
+    and the key that all heads share, and the hidden tensor's, whole, does not travel."""
+    block = _counted(load_model(write_config("deepseek_v3")))["DeepseekV3DecoderLayer"].collectives
+    backward = [(each.operation, each.bytes // (B * S * 4)) for each in block if each.phase == "backward"]
+    latents = [("all_reduce", width) for width in (20, 12, 4)]
+    assert sorted(backward) == sorted([*latents, ("all_gather", HIDDEN), ("reduce_scatter", HIDDEN)])
+    assert [each.count for each in block if each.operation == "reduce_scatter"] == [2, 1]
 
 
 def test_parts_of_the_sequence_shrink_what_is_kept(write_config):

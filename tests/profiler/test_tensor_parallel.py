@@ -13,11 +13,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from planner.errors import UnsupportedError
+from planner.errors import DocumentError, UnsupportedError
 from profiler import tensor_parallel
 from profiler.count import count
 from profiler.models import load_model
 from profiler.shard import shard
+from profiler.split_group import split_ours
 
 STYLES = {
     "colwise": ColwiseParallel,
@@ -38,7 +39,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "opt", "deepseek_v3", "gpt_oss", "olmoe"])
 @pytest.mark.parametrize("index", [1, 4], ids=["block", "head"])
 def test_shard_is_what_parallelize_module_holds(family: str, index: int, two_ranks, write_config):
     """Every parameter of the shard has the shape of the DTensor's local part."""
@@ -47,6 +48,7 @@ def test_shard_is_what_parallelize_module_holds(family: str, index: int, two_ran
     ours = cut.stage(source.build_on_meta(), index, index + 1)
     shard(ours, tensor_parallel.split_modules(ours, styles), 2)
     theirs = cut.stage(source.build(), index, index + 1)
+    split_ours(theirs, tensor_parallel.split_modules(theirs, styles), two_ranks)
     for name, style in tensor_parallel.split_modules(theirs, styles).items():
         if style in STYLES:
             parallelize_module(theirs.get_submodule(name), two_ranks, STYLES[style](), src_data_rank=None)
@@ -138,6 +140,15 @@ def test_norms_of_single_heads_sum_their_gradients(write_config):
     assert [(each.phase, each.operation, each.count) for each in small] == [("backward", "all_reduce", 2)]
 
 
+def test_norms_of_all_heads_sum_their_squares(write_config):
+    """OLMoE's q_norm and k_norm: one number per token, there and back, instead of the features."""
+    sizes = {"micro_batch_size": 3, "sequence_length": 20, "tensor_parallel_degree": 2, "sequence_parallel": True}
+    rows = count(load_model(write_config("olmoe")), **sizes)
+    sums = [each for each in rows["OlmoeDecoderLayer"].collectives if each.operation == "all_reduce"]
+    expected = [("forward", 3 * 20 * 4, 2), ("backward", 3 * 20 * 4, 2)]
+    assert [(each.phase, each.bytes, each.count) for each in sums] == expected
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "expected"),
     [
@@ -164,11 +175,22 @@ def test_tied_head_stays_whole(write_config):
     assert "lm_head" not in tensor_parallel.plan(load_model(write_config("llama", tie_word_embeddings=True)))
 
 
-def test_plan_with_unknown_styles_is_not_used(write_config):
-    """OLMoE norms all heads as one, by a style that is not known here: half of its plan would be wrong."""
-    source = load_model(write_config("llama", model_type="olmoe", num_experts=2, num_experts_per_tok=1))
-    assert tensor_parallel.plan(source) == {}
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2}
+UNSPLIT: dict[str, tuple[dict[str, object], str]] = {
+    "olmoe": ({"model_type": "olmoe", "clip_qkv": 8.0}, "in place"),
+    "flex_olmo": ({"model_type": "flex_olmo"}, "'rowwise_split_input', unknown here"),
+    "one head": ({"model_type": "olmoe", "num_key_value_heads": 1}, "no degree divides"),
+}
+
+
+@pytest.mark.parametrize("family", UNSPLIT)
+def test_mixtures_that_cannot_be_split_say_why(family: str, write_config):
+    """A plan with a style that is not known here is not used by half, and the refusal of a degree has the reason."""
+    changes, reason = UNSPLIT[family]
+    source = load_model(write_config("llama", **MIXTURE, **changes))
     assert source.tensor_parallel_degrees() == (1,)
+    with pytest.raises(DocumentError, match=reason):
+        count(source, micro_batch_size=1, sequence_length=4, tensor_parallel_degree=2, sequence_parallel=True)
 
 
 def test_split_of_another_module_is_refused():

@@ -80,6 +80,10 @@ EXPERTS_ON_FOUR_RANKS = {
 }
 EXPERTS_ON_TWO_RANKS |= {
     "gradients-moe-tp2-sp": Case("mixtral", (6,), {**SHARED, **SGD, "micro_batch_size": 2}, clip=0.5, **ONE_STEP),
+    # Latents and a key that every rank has whole; attention sinks; norms over the features of all heads.
+    "gradients-deepseek-v3": Case("deepseek-v3", (4,), {**SHARED, **SGD, "micro_batches": 2}, **ONE_STEP),
+    "gradients-gpt-oss": Case("gpt-oss", (4,), {**SHARED, **SGD, "micro_batches": 2}, **ONE_STEP),
+    "gradients-olmoe": Case("olmoe", (4,), {**SHARED, **SGD, "micro_batches": 2}, clip=0.5, **ONE_STEP),
 }
 EXPERTS_ON_FOUR_RANKS |= {
     "gradients-tp2-sp-ep2": Case(
@@ -96,6 +100,14 @@ EXPERTS_ON_FOUR_RANKS |= {
         "qwen3-moe", (6,), {**SHARED, **STEEP, "context": 2, "expert": 2, "micro_batches": 2}, **FAST
     ),
     "moe-tp2-sp-pp2": Case("mixtral", (3, 3), {**SHARED, **STEEP, "micro_batches": 2}, **FAST),
+    "deepseek-v3-tp2-sp-ep2-zero3": Case(
+        "deepseek-v3",
+        (4,),
+        {**SHARED, "data": 2, "expert": 2, "zero": 3, "micro_batches": 2, "recompute": {1: "full", 2: "selective"}},
+        clip=0.5,
+        **SHORT,
+    ),
+    "gradients-gpt-oss-tp2-sp-ep2": Case("gpt-oss", (4,), {**SHARED, **SGD, "data": 2, "expert": 2}, **ONE_STEP),
 }
 """Experts are spread over the tensor ranks too."""
 TWO_RANKS |= EXPERTS_ON_TWO_RANKS
