@@ -173,7 +173,7 @@ def least_backward(totals: Totals, room_bytes: float) -> int:
     kept, steps = 0, []
     for options, count in totals.counted:
         kept += count * min((cost.backward_ticks, cost.activation_bytes) for cost in options)[1]
-        steps += [(rate, count * freed) for rate, freed in _trades(options)]
+        steps += [(rate, count * freed) for rate, freed in trades(options)]
     missing, ticks = kept - room_bytes, 0.0
     for rate, freed in sorted(steps):
         if missing <= 0:
@@ -183,7 +183,7 @@ def least_backward(totals: Totals, room_bytes: float) -> int:
     return totals.backward + int(ticks * (1 - 1e-9))
 
 
-def _trades(options: Sequence[LayerCost]) -> list[tuple[float, int]]:
+def trades(options: Sequence[LayerCost]) -> list[tuple[float, int]]:
     """(ticks per byte, bytes freed) of a layer's modes, the cheapest first: the lower convex hull of all."""
     ticks, kept = min((cost.backward_ticks, cost.activation_bytes) for cost in options)
     found: list[tuple[float, int]] = []

@@ -32,6 +32,7 @@ from planner.search.bounds import BOUNDED, Totals, host_room_bytes, lower_bound,
 from planner.search.lanes import Lane, lanes_of, windows_on
 from planner.search.paths import Cut, Path, Ways, most_even
 from planner.search.recompute import cheapest_modes
+from planner.search.round_trips import Neighbours
 from planner.search.segments import LayerModes, Mask, Segments, Table
 from planner.search.stages import Effort, choose_segments
 from planner.search.windows import Windows
@@ -41,6 +42,8 @@ NO_LIMIT = 2**53
 
 _TRIALS = (1.03, 1.08, 1.15, 1.25, 1.4)
 """Limits, in lower bounds of a layout, that are tried before the real one: a low limit leaves few segments to price."""
+_NARROW = 1e-3
+"""Relative gap between what is proven empty and what is open at which it is not halved any more."""
 _ROUND_WORK = 0.05
 """Deterministic time of one round of `improve`, in CP-SAT's unit of about a second."""
 
@@ -96,7 +99,11 @@ class LayoutSearch:
         self.lanes = lanes_of(costs, modes, windows, must_fit=must_fit)
         fits = [np.zeros(0, bool) if self.is_empty else lane.segments.fits for lane in self.lanes]
         self.open: Mask = np.logical_and.reduce(fits)
+        self.neighbours: Neighbours | None = None
+        """Bounds of pairs of segments, as far as these were open when they were told last."""
         self._cuts: list[tuple[Lane, Cut]] = []
+        self._paths: set[Path] = set()
+        """Judged since the search began."""
 
     @property
     def segments(self) -> Segments:
@@ -113,9 +120,20 @@ class LayoutSearch:
                 return
             self.bound = max(self.bound, even[0])
             struck = self.open & (low >= self.limit)
-            if not struck.any():
+            if not struck.any() and not self._strike_pairs():
                 return
             self.open &= ~struck
+
+    def _strike_pairs(self) -> bool:
+        """Strike out what is in no pair of neighbours below the limit: equation (H5). Was there any?"""
+        self.neighbours = Neighbours.of(self.lanes, self.open) if self.costs.layout.schedule in BOUNDED else None
+        if self.neighbours is None:
+            return False
+        through = self.neighbours.through()
+        self.bound = max(self.bound, min(int(through.min()), self.limit))
+        struck = self.open & (through >= self.limit)
+        self.open &= ~struck
+        return bool(struck.any())
 
     def _segment_bounds(self) -> Table:
         """Equation (H4)."""
@@ -166,7 +184,7 @@ class LayoutSearch:
 
     def finish(self, seconds_left: Callable[[], float]) -> Inside:
         """Prove the best stage map, or that none beats the limit."""
-        self._judge_even()
+        self.narrow()
         while not self.is_empty and (seconds := seconds_left()) > 0:
             if not self._round(Effort(seconds=seconds)):
                 break
@@ -177,17 +195,49 @@ class LayoutSearch:
 
     def improve(self, rounds: int) -> None:
         """Look for better stage maps with a fixed amount of work; proves nothing by itself."""
-        self._judge_even()
+        self.narrow()
         for _ in range(rounds):
             if self.is_empty or not self._round(Effort(deterministic=_ROUND_WORK)):
                 return
 
-    def _judge_even(self) -> None:
-        """A first stage map: the one whose bound by (H3) is least."""
-        even = None if self.is_empty else most_even(self._segment_bounds(), self.open)
-        if even is not None:
-            self.judge(even[1])
+    def narrow(self) -> None:
+        """Judge the stage map that seems best, then look by halves for the least limit below which anything is open:
+        each half raises the bound, or has a stage map to judge."""
+        if not self.is_empty:
+            self._judge(self._likely_path())
             self.tighten()
+        if self.judged is None:
+            return
+        low, high = self.bound, min(self.limit, self.judged[1].total_ticks)
+        while not self.is_empty and high - low > _NARROW * high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._is_open_below(middle) else (middle, high)
+            low, high = max(low, self.bound), min(high, self.limit)
+        self.tighten()
+
+    def _is_open_below(self, limit: int) -> bool:
+        """May there be a stage map below a limit? If so, one is judged, which may be slower."""
+        known, self.limit, open_ = self.limit, limit, self.open.copy()
+        self.start()
+        is_empty, path = self.is_empty, self._likely_path()
+        self.limit, self.open, self.is_empty = known, open_, False
+        self.bound = max(self.bound, limit) if is_empty else self.bound
+        self._judge(path)
+        return not is_empty
+
+    def _likely_path(self) -> Path | None:
+        """The stage map whose bound by (H5), else by (H3), is least."""
+        if self.is_empty:
+            return None
+        if self.neighbours:
+            return self.neighbours.path()
+        even = most_even(self._segment_bounds(), self.open)
+        return even[1] if even else None
+
+    def _judge(self, path: Path | None) -> None:
+        if path is not None and path not in self._paths:
+            self._paths.add(path)
+            self.judge(path)
 
     def _round(self, effort: Effort) -> bool:
         """One solution of the master problem, judged; False when it gave none."""

@@ -14,7 +14,9 @@ Schedules of one stage per rank, with u(s) forwards before the first backward on
 with the layers before and behind as cheap as they can be, they bound every stage map that holds a segment [s, x, y]:
 
     (5a)  down to s, s alone for all M, then its tail; or up again, and rank 0's tail
-    (5b)  down the whole pipe, up to s, M - u(s) forwards and M - 1 backwards of s, up again, and rank 0's tail
+    (5b)  down the whole pipe, up to s, M - u(s) forwards and M - 1 backwards of s, up again, and rank 0's tail; where
+          M > u(s), of these only M - 1 - u(s) of each, and down from s to the last rank and up to s again: the last
+          micro-batch has to come back, too
     (H3)  low(s, x, y) = largest of these; no stage map is faster than the path whose largest low is smallest
                                                                               -> segment_bounds(), most_even()
 """
@@ -113,6 +115,9 @@ def segment_bounds(segments: Segments, open_: Mask, warm_up: Sequence[int], micr
     up_again[0] += segments.tail[0]
     further = _column([micro_batches - u for u in warm_up]) * segments.forward
     turned = ways.through() + further + (micro_batches - 1) * segments.backward
+    back = once + 2 * segments.transfer + ways.behind[:, None, :]
+    back = back + _column([max(0, micro_batches - 1 - u) for u in warm_up]) * once
+    turned = np.maximum(turned, ways.through() + _column([int(u < micro_batches) for u in warm_up]) * back)
     low = np.maximum(np.maximum(ended_here, up_again), turned)
     return np.where(open_, np.minimum(low, NEVER), NEVER)
 

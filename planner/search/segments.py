@@ -9,7 +9,7 @@ stages, so a stage map is a path x(0) = 0, y(s) = x(s + 1), y(P - 1) = 0 through
           never makes a step faster, so of all choices that fit the cheapest is best, stage by stage -> backward
     (G3)  a segment fits if it fits with the modes that need least memory                            -> least_bytes
     (G4)  when the layers of a segment that can recompute are not all alike, (G2) is a knapsack: the table holds a lower
-          bound, and `planner.search.recompute` solves those segments that the search really asks for
+          bound (`planner.search.knapsack`), and `planner.search.recompute` solves those segments that are asked for
     (G5)  when they are all alike, only the numbers of layers in every mode count: all ways to share n layers out over
           the modes, sorted by the bytes that they keep, with the least ticks so far, answer (G2) by bisection -> _mix()
 """
@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost import RECEIVE_BUFFERS, LayerCost, LayoutCosts
+from planner.search.knapsack import Relief
 from planner.search.windows import Kinds, Windows
 from planner.spec.profile import RecomputeMode
 
@@ -274,10 +275,20 @@ class Segments:
         missing = plain + self._largest(lambda options: options[0].temporary_bytes) - room
         if len(self.choosers) == 1:
             return self._one_kind(), np.ones(missing.shape, bool)
-        needed = np.maximum(0, plain + self._largest(_least_temporary) - room) / self._units
-        extra = np.floor(needed * min(map(_least_rate, self.choosers), default=0.0) * (1 - 1e-9))
         none_is_cheapest = all(options[0].backward_ticks == _cheapest(options) for options in self.choosers)
-        return cheapest + extra.astype(np.int64), (missing <= 0) & none_is_cheapest
+        return cheapest + self._relieved(), (missing <= 0) & none_is_cheapest
+
+    def _relieved(self) -> Table:
+        """Ticks that recomputation adds to every segment, at least: equation (G6)."""
+        kept = self._sums(lambda options: min((cost.backward_ticks, cost.activation_bytes) for cost in options)[1])
+        missing = self.fixed_bytes + self._units * kept + self._largest(_least_temporary) - self.room_bytes
+        extra = np.zeros(missing.shape, dtype=np.int64)
+        short = np.nonzero(self.is_segment & (missing > 0))
+        if self.choosers and len(short[0]):
+            starts, stops = (np.broadcast_to(each, missing.shape)[short] for each in (self.starts, self.stops))
+            needed = (missing / self._units)[short]
+            extra[short] = Relief.of(self.kinds.options, self.kinds.places).least_ticks(starts, stops, needed)
+        return extra
 
     def _one_kind(self) -> Table:
         """Only one kind of layer can recompute: least B by how many of them a segment holds, equation (G5)."""
@@ -421,16 +432,6 @@ def _cheapest(options: LayerModes) -> int:
 
 def _least_temporary(options: LayerModes) -> int:
     return min(cost.temporary_bytes for cost in options)
-
-
-def _least_rate(options: LayerModes) -> float:
-    """Fewest ticks per byte that a layer's recomputation frees; 0 when some mode frees bytes for nothing."""
-    rates = [
-        max(0.0, (more.backward_ticks - _cheapest(options)) / saved)
-        for more in options[1:]
-        if (saved := options[0].activation_bytes - more.activation_bytes) > 0
-    ]
-    return min(rates, default=0.0)
 
 
 def _temporary_of_leanest(options: LayerModes) -> int:
