@@ -36,7 +36,6 @@ from planner.executor.zero import LayerParameters, ZeroShards, layers_of
 from planner.spec.plan import Plan, PlannedLayer
 from planner.spec.profile import RecomputeMode, SharedParameters
 from profiler import tensor_parallel
-from profiler.compute_type import cast_rest
 from profiler.cut import LayerCut
 from profiler.models import ModelSource
 from profiler.parameters import hidden_matrices
@@ -155,8 +154,6 @@ def build_rank(
     if pieces.is_split:
         for stage in stages.values():
             use_lower_right(stage)
-    for stage in stages.values():
-        cast_rest(stage, COMPUTE_DTYPE[plan.request.job.precision], buffers=source.config is None)
     tie(list(stages.values()), cut.shared_parameters)
     partial = _shard(plan, {mine[index]: stage for index, stage in stages.items()}, source, mesh)
     module = merge(list(stages.values()))
@@ -367,11 +364,12 @@ def boundaries(plan: Plan, source: ModelSource, mine: StageRange) -> tuple[Bound
     """What one micro-batch, or a piece of it, carries into and out of a stage."""
     layout, length = plan.layout, plan.request.job.sequence_length
     size, length = layout.micro_batch_size, length // (layout.sequence_chunks * layout.context_parallel_degree)
-    crossing = source.borders(size, length, COMPUTE_DTYPE[plan.request.job.precision]).crossing
+    crossing = source.borders(size, length).crossing
+    dtype = COMPUTE_DTYPE[plan.request.job.precision]
     parts = layout.tensor_parallel_degree if layout.sequence_parallel else 1
 
     def at(position: int) -> Boundaries:
-        whole = tuple(map(Boundary.of, crossing[position]))
+        whole = tuple(Boundary.of(each, dtype) for each in crossing[position])
         is_hidden = 0 < position < len(crossing) - 1
         return tuple(_part_of(each, parts) for each in whole) if is_hidden and parts > 1 else whole
 
