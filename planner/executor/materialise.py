@@ -90,7 +90,10 @@ def _parameters_on_meta() -> Iterator[None]:
     register = nn.Module.register_parameter
 
     def register_on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        register(self, name, None if parameter is None else _as_parameter(parameter, parameter.to("meta")))
+        bare = None if parameter is None else _as_parameter(parameter, parameter.to("meta"))
+        if bare is not None:
+            bare._is_hf_initialized = True  # type: ignore[attr-defined] # transformers draws no values for it
+        register(self, name, bare)
 
     with mock.patch.object(nn.Module, "register_parameter", register_on_meta):
         yield
@@ -151,10 +154,12 @@ def _initialise(
 @contextmanager
 def _stream(seed: int, name: str, device: torch.device) -> Iterator[None]:
     """Within, random numbers come from the stream of this name; the caller's stream goes on undisturbed afterwards."""
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    number = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8])
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(int.from_bytes(digest[:8]))
+        torch.default_generator.manual_seed(number)  # torch.manual_seed formats the stack for every absent accelerator
+        if devices:
+            torch.cuda.manual_seed_all(number)
         yield
 
 
