@@ -13,9 +13,11 @@ from functools import cached_property
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from planner.errors import DocumentError, UnsupportedError
 from planner.spec.profile import DataType, Measurement, ModelProfile, RecomputeMode
+from profiler.compute_type import cast
 from profiler.cut import Borders, CutLayer, LayerCut, Size, TensorChain
 from profiler.cut_whole import same_numbers
 from profiler.expert_parallel import common_experts, experts_of
@@ -163,12 +165,40 @@ class Counter:
             is_simple = isinstance(self.cut.chain, TensorChain)
             handed = None if is_simple else self._borders(size).output_bytes[index]
             shapes = shapes_of(stage, self._hidden)
-            with self._numbers():
+            with self._numbers(), self._naming(index, size):
                 inputs = self._inputs(index, size, split)
                 trace = run.trace(inputs, shapes, handed_bytes=handed)
             experts = replace(trace.count, local_expert_parameters=exchanges.local_expert_parameters)
             self._traces[key] = replace(trace, count=experts)
         return self._traces[key]
+
+    @contextmanager
+    def _naming(self, index: int, size: Size) -> Iterator[None]:
+        """Tell which layer fails at what; it is the user's code."""
+        try:
+            yield
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            raise UnsupportedError(
+                f"layer {self.layers[index].name!r} of {self.source.name} does not run on {size[0]} samples in "
+                f"{str(self.dtype).removeprefix('torch.')}: {next(iter(str(error).strip().splitlines()), '')}",
+                field="model",
+                mend="let the model take every type and micro-batch size, or ask for others (precision, "
+                "micro_batch_sizes).",
+            ) from error
+
+    def takes(self, micro_batch_size: int, sequence_length: int) -> bool:
+        """Does the model run on so few samples? Batch norm takes no mean of a single one, where nothing but samples
+        stands beside its channels."""
+        if micro_batch_size > 1 or not any(isinstance(each, _BatchNorm) for each in self.source.blueprint.modules()):
+            return True
+        try:
+            for kind in self.representatives:
+                self._trace(kind, (micro_batch_size, sequence_length), WHOLE)
+        except UnsupportedError as error:
+            if "more than 1 value per channel" in str(error):
+                return False
+            raise
+        return True
 
     def _numbers(self) -> AbstractContextManager[None]:
         """Every count of a model that reads values sees the same."""
@@ -184,7 +214,7 @@ class Counter:
         if index == 0:
             return self._examples(size[0], size[1] // split.context)[:1]
         (output,) = self._trace(self.layers[index - 1].kind, size, border_split(split)).outputs
-        return (torch.empty(output.shape, dtype=self.dtype, device="meta", requires_grad=True),)
+        return (torch.empty(output.shape, dtype=output.dtype, device="meta", requires_grad=True),)
 
     def _examples(self, micro_batch_size: int, sequence_length: int, device: str = "meta") -> tuple[Tensor, ...]:
         inputs = self.source.example_inputs(micro_batch_size, sequence_length, device)
@@ -192,9 +222,7 @@ class Counter:
 
     def _borders(self, size: Size) -> Borders:
         if size not in self._known_borders:
-            with _building(self.dtype):
-                model = self.source.build()
-            self._known_borders[size] = self.cut.chain.borders(model, self._examples, size)
+            self._known_borders[size] = self.cut.chain.borders(self._model(), self._examples, size)
         return self._known_borders[size]
 
     def _layer(self, index: int) -> nn.Module:
@@ -202,12 +230,20 @@ class Counter:
         away again."""
         if index in self._whole_layers:
             return copy.deepcopy(self._whole_layers[index])
-        with self._numbers(), _building(self.dtype, "cpu" if self.cut.needs_values else "meta"):
-            model = self.source.build()
+        with self._numbers():
+            model = self._model("cpu" if self.cut.needs_values else "meta")
         layer = self.cut.layer(model, index)
         if self.cut.chain.keeps_tree:
             self._whole_layers[index] = copy.deepcopy(layer)
         return layer
+
+    def _model(self, device: str = "meta") -> nn.Module:
+        """Transformers take the type that they are built in; other models are cast as the executor casts them."""
+        if self.source.config is not None:
+            with _building(self.dtype, device):
+                return self.source.build()
+        with torch.device(device):
+            return cast(self.source.build(), self.dtype)
 
     def _stage(self, index: int, split: Split) -> tuple[nn.Module, Exchanges]:
         if (index, split) not in self._stages:
@@ -360,6 +396,7 @@ def profile(
     Args:
         sequence_parallel: also count tensor-parallel degrees with sequence parallelism, where the model can be split so
             and the sequence divides.
+        micro_batch_sizes: without 1 where batch norm refuses it, if there are others.
         context_parallel_degrees: also count ranks that share sequences out; rows tell the last rank, whose tokens
             attend to all.
 
@@ -379,7 +416,8 @@ def profile(
         context_degrees=context_parallel_degrees,
         experts=common_experts(source),
     )
-    sizes = [(size, sequence_length, split) for split in found for size in micro_batch_sizes]
+    taken = [size for size in micro_batch_sizes if counter.takes(size, sequence_length)] or micro_batch_sizes
+    sizes = [(size, sequence_length, split) for split in found for size in taken]
     kinds = list(counter.representatives)
     rows: dict[str, tuple[Measurement, ...]] = {}
     for done, kind in enumerate(kinds):

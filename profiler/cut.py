@@ -314,7 +314,14 @@ class SequentialChain(TensorChain):
         """Run the children one by one."""
         outputs = []
         for name in self.names:
+            given, version = inputs, getattr(inputs, "_version", 0)
             inputs = model.get_submodule(name)(inputs)
+            if getattr(given, "_version", 0) != version:
+                raise UnsupportedError(
+                    f"layer {name!r} changes in place what it takes, so it cannot begin a stage.",
+                    field="model",
+                    mend="write inplace=False.",
+                )
             outputs.append(inputs)
         return tuple(outputs)
 

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten
 
 from planner.errors import LayoutError, UnsupportedError
 from planner.spec.profile import SharedParameters, SkipEdge
+from profiler.compute_type import cast
 from profiler.cut import (
     Borders,
     CutLayer,
@@ -142,7 +143,7 @@ class Tracer:
         if dtype == self.dtype:
             return self.model
         if dtype not in self._models:
-            self._models[dtype] = copy.deepcopy(self.model).to(dtype)
+            self._models[dtype] = cast(copy.deepcopy(self.model), dtype)
         return self._models[dtype]
 
 
@@ -440,7 +441,7 @@ def skip_edges(chain: GraphChain, sequence_length: int, dtype: torch.dtype | Non
     Tensors without a micro-batch dimension (relative positions) count in full for every sample.
     """
     length = sequence_length or chain.tracer.probes[0][1]
-    flow = chain.tracer.flow((1, length), dtype)
+    flow, nbytes = _of_one_sample(chain, length, dtype)
     layer_of = {step: index for index, run in enumerate(chain.runs) for step in range(run.start, run.stop)}
     layer_of |= {-1: 0, len(flow.trace.steps): len(chain.runs) - 1}
     sizes: dict[tuple[int, int], int] = {}
@@ -451,7 +452,7 @@ def skip_edges(chain: GraphChain, sequence_length: int, dtype: torch.dtype | Non
         stops = sorted({maker, *(layer_of[reader] for reader in readers)})
         for before, after in pairwise(stops):
             if not (before == maker and after == maker + 1 and flow.producer[value] >= 0):
-                sizes[before, after] = sizes.get((before, after), 0) + flow.trace.shapes[value].nbytes
+                sizes[before, after] = sizes.get((before, after), 0) + nbytes(value)
     names = [run.name for run in chain.runs]
     return tuple(
         SkipEdge.model_validate(
@@ -459,3 +460,14 @@ def skip_edges(chain: GraphChain, sequence_length: int, dtype: torch.dtype | Non
         )
         for (start, stop), size in sorted(sizes.items())
     )
+
+
+def _of_one_sample(chain: GraphChain, length: int, dtype: torch.dtype | None) -> tuple[Flow, Callable[[int], int]]:
+    """A run, and the bytes of its values in one of a single sample; of such, batch norm may have nothing to take the
+    mean of."""
+    try:
+        flow = chain.tracer.flow((1, length), dtype)
+        return flow, lambda value: flow.trace.shapes[value].nbytes
+    except UnsupportedError:
+        two, three = (chain.tracer.flow((samples, length), dtype) for samples in (2, 3))
+        return two, lambda value: 2 * two.trace.shapes[value].nbytes - three.trace.shapes[value].nbytes

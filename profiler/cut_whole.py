@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from planner.errors import UnsupportedError
 from planner.spec.profile import SkipEdge
+from profiler.compute_type import cast
 from profiler.cut import Borders, CutLayer, InputMaker, LayerCut, RealModel, Size, Tensors, detachable
 from profiler.cut_trace import output_tensors
 from profiler.transformer_cut import meta_friendly
@@ -104,7 +105,7 @@ def same_numbers() -> Iterator[None]:
 def _run_really(real: RealModel, keywords: tuple[str, ...], size: Size, dtype: torch.dtype) -> Tensors:
     """What the real model returns at this size, on meta."""
     with same_numbers():
-        model = real.build().to(dtype)
+        model = cast(real.build(), dtype)
         given = tuple(each.to(dtype) if each.is_floating_point() else each for each in real.inputs(*size))
         output = _run(model, keywords, given)
     return tuple(

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from planner.spec.profile import DataType, RecomputeMode
+from profiler.compute_type import cast_rest
 from profiler.count import TORCH_TYPES
 from profiler.cut import Borders
 from profiler.measure_shard import local, split, with_local
@@ -315,17 +316,18 @@ class Bench:
 
     def _filled(self, stage: nn.Module, index: int) -> BuiltLayer:
         _fill(stage, self.device, TORCH_TYPES[self.dtype])
+        cast_rest(stage, TORCH_TYPES[self.dtype], buffers=self.source.config is None)
         return BuiltLayer(stage, tuple(self.source.cut().parts(stage, index).values()))
 
     def _values(self, tensor: Tensor, data: Tensors = ()) -> Tensor:
         """Values of this shape on the device: normal numbers of the layers' type; of whole numbers the model's own
         inputs, whose values may matter (as places in a table), else zeros."""
         if tensor.is_floating_point():
-            return torch.randn(tensor.shape, device=self.device).to(TORCH_TYPES[self.dtype])
+            return torch.randn(tensor.shape, device=self.device).to(tensor.dtype)
         known = (each for each in data if (each.shape, each.dtype) == (tensor.shape, tensor.dtype))
         return next(known, torch.zeros_like(tensor, device=self.device))
 
     def _borders_of(self, size: Size) -> Borders:
         if size not in self._borders:
-            self._borders[size] = self.source.borders(*size)
+            self._borders[size] = self.source.borders(*size, TORCH_TYPES[self.dtype])
         return self._borders[size]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from planner.errors import MismatchError
 from planner.spec.profile import SkipEdge
+from profiler.compute_type import cast
 from profiler.cut import Borders, LayerCut, RealModel, cut_model
 
 if TYPE_CHECKING:
@@ -130,17 +131,26 @@ class ModelSource:
         find layers."""
         return self if starts == self.starts else replace(self, starts=starts)
 
-    def borders(self, micro_batch_size: int, sequence_length: int) -> Borders:
-        """What one micro-batch carries across the borders of the layers, as meta tensors; found once per size."""
+    def borders(self, micro_batch_size: int, sequence_length: int, dtype: torch.dtype = torch.float32) -> Borders:
+        """What one micro-batch carries across the borders of the layers, as meta tensors; found once per size and type.
+
+        Args:
+            dtype: that the model computes in; some hand on tensors of another one.
+        """
         size = (micro_batch_size, sequence_length)
-        if size not in self._borders:
-            inputs = partial(self.example_inputs, device="meta")
-            self._borders[size] = self.cut().chain.borders(self.build_on_meta(), inputs, size)
-        return self._borders[size]
+        if (size, dtype) not in self._borders:
+            model = self.build_on_meta() if dtype == torch.float32 else cast(self.build_on_meta(), dtype)
+            inputs = partial(self._examples_in, dtype)
+            self._borders[size, dtype] = self.cut().chain.borders(model, inputs, size)
+        return self._borders[size, dtype]
 
     @cached_property
-    def _borders(self) -> dict[tuple[int, int], Borders]:
+    def _borders(self) -> dict[tuple[tuple[int, int], torch.dtype], Borders]:
         return {}
+
+    def _examples_in(self, dtype: torch.dtype, micro_batch_size: int, sequence_length: int) -> tuple[Tensor, ...]:
+        inputs = self.example_inputs(micro_batch_size, sequence_length, "meta")
+        return tuple(each.to(dtype) if each.is_floating_point() else each for each in inputs)
 
     def edges(self, sequence_length: int, dtype: torch.dtype = torch.float32) -> tuple[SkipEdge, ...]:
         """Tensors that layers take besides what the layer before made, with the bytes of one sample."""

@@ -38,8 +38,8 @@ def cut_transformer(model: Any, inputs: Tensor) -> LayerCut:
     """
     blocks_name = find_blocks(model)
     blocks = list(model.get_submodule(blocks_name).children())
-    before, after = _trace(model, blocks_name, inputs)
-    chain = TransformerChain(blocks_name, len(blocks), before, after)
+    before, after, places = _trace(model, blocks_name, inputs)
+    chain = TransformerChain(blocks_name, len(blocks), before, after, places)
     kinds = name_kinds(map(signature, blocks), (type(block).__name__ for block in blocks))
     layers = (
         CutLayer("embedding", "embedding", before, recomputable=False),
@@ -109,8 +109,8 @@ def _hooks() -> Iterator[list[Any]]:
             handle.remove()
 
 
-def _trace(model: nn.Module, blocks_name: str, inputs: Tensor) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of the modules that run before the first block, and after the last."""
+def _trace(model: nn.Module, blocks_name: str, inputs: Tensor) -> tuple[tuple[str, ...], tuple[str, ...], int | None]:
+    """Names of the modules that run before the first block, and after the last; and what `_Record.places` tells."""
     blocks = list(model.get_submodule(blocks_name).children())
     outside = {name: part for name, part in model.named_modules() if not f"{name}.".startswith(f"{blocks_name}.")}
     record = _Record()
@@ -129,7 +129,8 @@ def _trace(model: nn.Module, blocks_name: str, inputs: Tensor) -> tuple[tuple[st
     idle = [name for name, part in outside.items() if _owns_parameters(part) and name not in record.ran]
     if idle:
         raise _refusal(model, f"never runs its module {idle[0]!r}, so no stage would train it")
-    return _collapse(record.before, outside, blocks_name), _collapse(record.after, outside, blocks_name)
+    before, after = (_collapse(names, outside, blocks_name) for names in (record.before, record.after))
+    return before, after, record.places
 
 
 def _owns_parameters(module: nn.Module) -> bool:
@@ -145,6 +146,8 @@ class _Record:
         self.blocks: list[nn.Module] = []
         self.ran: set[str] = set()
         self.hidden: Tensor | None = None
+        self.places: int | None = None
+        """Of the tuples that blocks return, the hidden tensor first; None: they return that alone."""
         self.broken = ""
 
     def module_ran(self, name: str, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
@@ -166,6 +169,7 @@ class _Record:
 
     def block_ends(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         self.hidden = hidden_output(output)
+        self.places = len(output) if isinstance(output, tuple) else None
 
 
 def _keeps_shape(arguments: tuple[Any, ...], output: Any) -> bool:
@@ -225,17 +229,26 @@ class Absent(nn.Module):
 
 
 class AbsentBlock(nn.Module):
-    """Stands for a block of another stage: hands on the hidden tensor."""
+    """Stands for a block of another stage: hands on the hidden tensor, in the form in which blocks do.
 
-    def __init__(self, block: nn.Module) -> None:
+    Args:
+        places: of the tuples that they return; None: they return the tensor alone.
+    """
+
+    def __init__(self, block: nn.Module, places: int | None) -> None:
         super().__init__()
         # The model's loop over its blocks may read settings such as `attention_type`.
         settings = {key: value for key, value in vars(block).items() if isinstance(value, bool | int | float | str)}
         self.__dict__.update({key: value for key, value in settings.items() if key not in vars(self)})
+        self._places = places
 
-    def forward(self, *arguments: Any, **keywords: Any) -> Tensor:
+    def forward(self, *arguments: Any, **keywords: Any) -> Tensor | tuple[Tensor | None, ...]:
         """The hidden tensor itself."""
-        return hidden_argument(arguments, keywords)
+        return self.given(hidden_argument(arguments, keywords))
+
+    def given(self, hidden: Tensor) -> Tensor | tuple[Tensor | None, ...]:
+        """What a block would return with this hidden tensor."""
+        return hidden if self._places is None else (hidden, *[None] * (self._places - 1))
 
 
 class _Boundary:
@@ -251,9 +264,9 @@ class _Boundary:
             return (self.received, *arguments[1:]), keywords
         return arguments, {**keywords, "hidden_states": self.received}
 
-    def enter_after(self, module: nn.Module, arguments: Any, output: Any) -> Tensor | None:
+    def enter_after(self, module: AbsentBlock, arguments: Any, output: Any) -> Any:
         """Hook of the absent block before: it returns the received tensor."""
-        return self.received
+        return None if self.received is None else module.given(self.received)
 
     def leave_before(self, module: nn.Module, arguments: Any, keywords: Any) -> None:
         """Pre-hook of the block after: what it gets is sent."""
@@ -272,6 +285,8 @@ class TransformerChain(TensorChain):
     blocks: int
     before: tuple[str, ...]
     after: tuple[str, ...]
+    places: int | None = None
+    """Of the tuples that blocks return; None: they return the hidden tensor alone."""
     keeps_tree = True
 
     def stage(self, model: nn.Module, start: int, stop: int) -> nn.Module:
@@ -294,7 +309,7 @@ class TransformerChain(TensorChain):
         for index in range(self.blocks):
             if not start <= index + 1 < stop:
                 name = f"{self.blocks_name}.{index}"
-                _replace(model, name, AbsentBlock(model.get_submodule(name)))
+                _replace(model, name, AbsentBlock(model.get_submodule(name), self.places))
 
     @staticmethod
     def _enter(blocks: list[nn.Module], index: int, boundary: _Boundary) -> None:

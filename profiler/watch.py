@@ -34,6 +34,8 @@ from profiler.split_tensor_rules import RULES
 aten = torch.ops.aten
 
 MATMULS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})
+PRODUCTS = MATMULS | {aten.convolution}
+NORMS = frozenset({aten.native_layer_norm, aten.native_group_norm})
 ATTENTIONS = frozenset({aten._scaled_dot_product_flash_attention, torch.ops.planner.attention})
 GATHERS = frozenset({aten.embedding, aten.gather, aten.index_select, aten.index, aten.nll_loss_forward})
 """Read only the rows that the indices name, not the whole table."""
@@ -151,6 +153,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the operation, and write down what it did."""
+        _check_types(func.overloadpacket, args)
         output = func(*args, **(kwargs or {}))
         if self.recording:
             self._record(func, args, kwargs or {}, output)
@@ -193,6 +196,17 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self._live[key] = weakref.ref(storage, gone)
         self.live_bytes += size
+
+
+def _check_types(packet: Any, args: tuple[Any, ...]) -> None:
+    """Devices refuse products of two types, and norms whose weights are narrower than what they norm; meta tensors do
+    not."""
+    if packet not in PRODUCTS and packet not in NORMS:
+        return
+    kinds = [each.dtype for each in _tensors(args) if each.is_floating_point()]
+    others = [kind for kind in kinds if kind != kinds[0]]
+    if others and (packet in PRODUCTS or kinds[0].itemsize > others[0].itemsize):
+        raise TypeError(f"{packet} takes tensors of one type, got {kinds[0]} and {others[0]}.")
 
 
 def _forget(storages: dict[int, Any], key: int, _: Any) -> None:

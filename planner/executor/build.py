@@ -36,6 +36,7 @@ from planner.executor.zero import LayerParameters, ZeroShards, layers_of
 from planner.spec.plan import Plan, PlannedLayer
 from planner.spec.profile import RecomputeMode, SharedParameters
 from profiler import tensor_parallel
+from profiler.compute_type import cast_rest
 from profiler.cut import LayerCut
 from profiler.models import ModelSource
 from profiler.parameters import hidden_matrices
@@ -154,8 +155,11 @@ def build_rank(
     if pieces.is_split:
         for stage in stages.values():
             use_lower_right(stage)
+    for stage in stages.values():
+        cast_rest(stage, COMPUTE_DTYPE[plan.request.job.precision], buffers=source.config is None)
     tie(list(stages.values()), cut.shared_parameters)
     partial = _shard(plan, {mine[index]: stage for index, stage in stages.items()}, source, mesh)
+    tie(list(stages.values()), cut.shared_parameters)  # again: each stage has made shards of its own
     module = merge(list(stages.values()))
     job = plan.request.job
     layers_held = _layers_held(cut, mine, stages)
@@ -364,12 +368,11 @@ def boundaries(plan: Plan, source: ModelSource, mine: StageRange) -> tuple[Bound
     """What one micro-batch, or a piece of it, carries into and out of a stage."""
     layout, length = plan.layout, plan.request.job.sequence_length
     size, length = layout.micro_batch_size, length // (layout.sequence_chunks * layout.context_parallel_degree)
-    crossing = source.borders(size, length).crossing
-    dtype = COMPUTE_DTYPE[plan.request.job.precision]
+    crossing = source.borders(size, length, COMPUTE_DTYPE[plan.request.job.precision]).crossing
     parts = layout.tensor_parallel_degree if layout.sequence_parallel else 1
 
     def at(position: int) -> Boundaries:
-        whole = tuple(Boundary.of(each, dtype) for each in crossing[position])
+        whole = tuple(map(Boundary.of, crossing[position]))
         is_hidden = 0 < position < len(crossing) - 1
         return tuple(_part_of(each, parts) for each in whole) if is_hidden and parts > 1 else whole
 

@@ -23,6 +23,7 @@ from planner.executor.loss import load_loss, loss_of_pieces
 from planner.executor.materialise import materialise
 from planner.executor.memory import peak_bytes, reset_peak
 from planner.executor.mesh import build_mesh
+from planner.executor.optimizer import COMPUTE_DTYPE
 from planner.executor.out_of_memory import telling_out_of_memory
 from planner.executor.pieces import pieces_of
 from planner.executor.report import gather, rank_of
@@ -239,7 +240,9 @@ def data_spec(plan: Plan, source: ModelSource) -> DataSpec:
 def _check_loss(plan: Plan, source: ModelSource, loss: str | None) -> None:
     """The losses that are known here take one tensor; others cannot be told for pieces of sequences."""
     loss_of_pieces(load_loss(loss, source.input_kind), pieces_of(plan))
-    outputs = source.borders(plan.layout.micro_batch_size, plan.request.job.sequence_length).crossing[-1]
+    job = plan.request.job
+    borders = source.borders(plan.layout.micro_batch_size, job.sequence_length, COMPUTE_DTYPE[job.precision])
+    outputs = borders.crossing[-1]
     if loss is None and (len(outputs) > 1 or outputs[0].dim() != (3 if source.input_kind == "tokens" else 2)):
         shapes = ", ".join(str(tuple(each.shape)) for each in outputs)
         raise UnsupportedError(

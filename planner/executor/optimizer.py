@@ -235,9 +235,7 @@ class Optimizer:
                     parked.add(masters[each])
         for parameter in module.parameters():
             if parameter.is_floating_point() and parameter.dtype != dtype:
-                # Assigning to .data would leave a DTensor's own record of its type behind.
-                cast = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
-                torch.utils.swap_tensors(parameter, cast)  # type: ignore[no-untyped-call]
+                _cast(parameter, dtype)
         if shards is not None:
             shards.bind()
             named = shards.pieces()
@@ -320,6 +318,15 @@ class Optimizer:
     def host_bytes(self) -> int:
         """Of those on the host."""
         return sum(part.parked.nbytes for part in self._parts if part.parked is not None)
+
+
+def _cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Give a parameter another type, in place."""
+    values = parameter.detach().to(dtype)
+    if isinstance(parameter, DTensor):  # assigning to .data would leave its own record of its type behind
+        torch.utils.swap_tensors(parameter, nn.Parameter(values, parameter.requires_grad))  # type: ignore[no-untyped-call]
+    else:  # swapping refuses what weak references lead to, as torch's recurrent layers keep them
+        parameter.data = values
 
 
 def _by_layer(names: Iterable[str], layers: Sequence[Collection[str]]) -> list[list[str]]:

@@ -31,6 +31,7 @@ from planner.executor.weights import Weights
 from planner.spec.document import read
 from planner.spec.job import Job
 from planner.spec.plan import Plan
+from profiler.compute_type import cast_rest
 from profiler.models import ModelSource, load_model
 from profiler.parameters import hidden_matrices
 
@@ -71,6 +72,7 @@ def train_reference(
     streams = RandomStreams(seed, device)
     for index in range(len(source.cut().layers)):
         streams.attach(source.cut().parts(model, index))
+    cast_rest(model, COMPUTE_DTYPE[job.precision], buffers=source.config is None)
     hidden = hidden_matrices(source.blueprint, source.cut())
     update = _Update(model, hidden, job, learning_rate, max_gradient_norm)
     dataset = load_dataset(data, data_spec(plan, source), seed=seed)

@@ -34,10 +34,9 @@ class Boundary:
     """It carries a gradient back to the stage before."""
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, floating: torch.dtype | None = None) -> Boundary:
-        """The boundary that this tensor crosses; `floating`: the type that floating-point tensors are cast to."""
-        dtype = floating if floating is not None and tensor.is_floating_point() else tensor.dtype
-        return cls(tuple(tensor.shape), dtype, tensor.requires_grad)
+    def of(cls, tensor: torch.Tensor) -> Boundary:
+        """The boundary that this tensor crosses."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Is the tensor of this shape and type?"""

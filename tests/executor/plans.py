@@ -135,7 +135,7 @@ VIT = {
     "patch_size": 8,
     "architectures": ["ViTForImageClassification"],
 }
-GRAPHS = ("unet", "resnet", "diffusion")
+GRAPHS = ("unet", "resnet", "diffusion", "wide")
 """Callables of `tests.profiler.graphs`."""
 OWN = ("own_transformer", "own_network", "torch_encoder")
 """Callables of `tests.profiler.blocks`."""

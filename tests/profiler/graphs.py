@@ -315,6 +315,31 @@ class InPlace(nn.Module):
         return self.last(self.mix(self.act(self.one(features))))
 
 
+class Wide(nn.Module):
+    """A residual stream in fp32 whatever the type of the layers, a table that it registers, and a recurrent layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.linspace(-1, 1, 8))
+        self.first = nn.Linear(6, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3))
+        self.recurrent = nn.LSTM(8, 8, batch_first=True)
+        self.last = nn.Linear(8, 5)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(batch, 6) -> (batch, 5)."""
+        hidden = self.first(features)
+        stream = (hidden + self.table).float()
+        for block in self.blocks:
+            stream = stream + block(stream.to(hidden.dtype)).float()
+        return self.last(self.recurrent(stream.to(hidden.dtype).unsqueeze(1))[0].squeeze(1))
+
+
+def wide() -> tuple[nn.Module, Tensor]:
+    """Computes in two types."""
+    return Wide(), torch.zeros(2, 6)
+
+
 def unet() -> tuple[nn.Module, Tensor]:
     """Long skips."""
     return UNet(), torch.zeros(1, 3, 16, 16)
