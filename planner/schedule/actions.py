@@ -60,6 +60,15 @@ class Action(NamedTuple):
         return cls(int(stage), ActionKind(kind), int(micro_batch))
 
 
+class Written(Sequence[Action]):
+    """Actions that can be written down all at once."""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """As every action is written by itself."""
+        return tuple(map(str, self))
+
+
 @contextmanager
 def without_collection() -> Iterator[None]:
     """Keep the cyclic garbage collector from walking a million new actions again and again; none is in a cycle."""
@@ -147,7 +156,7 @@ class Schedule:
 
     def to_text(self) -> tuple[tuple[str, ...], ...]:
         """The actions as written in a plan, e.g. ``2F0``."""
-        return tuple(tuple([f"{stage}{kind}{unit}" for stage, kind, unit in row]) for row in self.actions)
+        return tuple(row.texts if isinstance(row, Written) else tuple(map(str, row)) for row in self.actions)
 
 
 @lru_cache(maxsize=64)

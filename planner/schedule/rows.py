@@ -14,7 +14,7 @@ from typing import Self, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.schedule.actions import Action, ActionKind
+from planner.schedule.actions import Action, ActionKind, Written
 
 Numbers = NDArray[np.int64]
 KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
@@ -48,7 +48,7 @@ Part = tuple[Numbers, Numbers | int, Units]
 
 
 @dataclass(frozen=True, eq=False)
-class Row(Sequence[Action]):
+class Row(Written):
     """The actions of a rank, in order: arrays of one length. It is read like the tuple of its actions."""
 
     stages: Numbers
@@ -79,6 +79,15 @@ class Row(Sequence[Action]):
         """All of them."""
         kinds = map(KINDS.__getitem__, self.kinds.tolist())
         return tuple(map(_new_action, zip(self.stages.tolist(), kinds, self.units.tolist(), strict=True)))
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """As every action is written: a row has few stages, and each of its units several times."""
+        whats = self.stages * len(KINDS) + self.kinds
+        of_what = {what: f"{what // len(KINDS)}{KINDS[what % len(KINDS)]}" for what in np.unique(whats).tolist()}
+        of_unit = list(map(str, range(int(self.units.max(initial=-1)) + 1)))
+        pairs = zip(whats.tolist(), self.units.tolist(), strict=True)
+        return tuple([of_what[what] + of_unit[unit] for what, unit in pairs])
 
     def __len__(self) -> int:
         """How many."""

@@ -295,24 +295,15 @@ class Segments:
         (options,) = self.choosers
         rest = self._sums(lambda each: each[0].backward_ticks if len(each) == 1 else 0)
         best = np.full(rest.shape, _IMPOSSIBLE)
+        amounts = self._amount[self.is_segment]
+        present = tuple(np.flatnonzero(np.bincount(amounts)).tolist())
         for limit in sorted({cost.temporary_bytes for cost in options}):
             allowed = tuple(cost for cost in options if cost.temporary_bytes <= limit)
-            bytes_left = self._bytes_left[limit]
-            flat, left = best.reshape(-1), bytes_left.reshape(-1)
-            for amount, here in self._by_amount:
-                flat[here] = np.minimum(flat[here], _mix(_keeping(allowed), amount).least_ticks(left[here]))
+            found = _mixes(_keeping(allowed), present).least_ticks(amounts, self._bytes_left[limit][self.is_segment])
+            best[self.is_segment] = np.minimum(best[self.is_segment], found)
         # What fits in no mode is no segment of any stage map (`fits`): any bound will do there.
         cheapest = self._amount * min(cost.backward_ticks for cost in options)
         return rest + np.where(best < _IMPOSSIBLE, best, cheapest)
-
-    @cached_property
-    def _by_amount(self) -> list[tuple[int, NDArray[np.intp]]]:
-        """Flat places of the segments with so many layers that can recompute."""
-        places = np.flatnonzero(self.is_segment)
-        amounts = self._amount.reshape(-1)[places]
-        order = np.argsort(amounts, kind="stable")
-        values, starts = np.unique(amounts[order], return_index=True)
-        return list(zip(values.tolist(), np.split(places[order], starts[1:]), strict=True))
 
     @cached_property
     def _amount(self) -> Table:
@@ -380,12 +371,6 @@ class _Mix:
     ticks: Table
     """By way, falling."""
 
-    def least_ticks(self, room_bytes: Table) -> Table:
-        """Of the ways that keep at most so many bytes."""
-        last = np.searchsorted(self.kept_bytes, room_bytes, side="right") - 1
-        table: Table = np.where(last >= 0, self.ticks[last], _IMPOSSIBLE)
-        return table
-
     def modes(self, room_bytes: int, allowed: LayerModes) -> list[tuple[int, list[RecomputeMode]]]:
         """Ticks and modes of the best way, most recomputation first; nothing when none fits."""
         last = int(np.searchsorted(self.kept_bytes, room_bytes, side="right")) - 1
@@ -393,6 +378,40 @@ class _Mix:
             return []
         pairs = reversed(list(zip(allowed, self.counts[last], strict=True)))
         return [(int(self.ticks[last]), [cost.mode for cost, amount in pairs for _ in range(int(amount))])]
+
+
+@dataclass(frozen=True, slots=True)
+class _Mixes:
+    """The mixes of several numbers of layers in one table, so that all segments are looked up at once."""
+
+    place: Table
+    """By number of layers: which of the mixes is theirs."""
+    first: Table
+    """By mix: where its ways begin."""
+    keys: Table
+    """By way: place x span + bytes kept; rising."""
+    ticks: Table
+    span: int
+    """More than any way keeps."""
+
+    def least_ticks(self, amounts: Table, room_bytes: Table) -> Table:
+        """Of the ways to share modes out over so many layers that keep at most so many bytes."""
+        place = self.place[amounts]
+        last = np.searchsorted(self.keys, place * self.span + np.clip(room_bytes, -1, self.span - 1), side="right") - 1
+        table: Table = np.where(last >= self.first[place], self.ticks[last], _IMPOSSIBLE)
+        return table
+
+
+@lru_cache(maxsize=256)
+def _mixes(allowed: tuple[tuple[int, int], ...], amounts: tuple[int, ...]) -> _Mixes:
+    """Of these numbers of layers."""
+    mixes = [_mix(allowed, amount) for amount in amounts]
+    sizes, places = np.array([len(mix.ticks) for mix in mixes]), np.arange(len(mixes))
+    place = np.zeros(max(amounts) + 1, dtype=np.int64)
+    place[list(amounts)] = places
+    span = 1 + max(int(mix.kept_bytes[-1]) for mix in mixes)
+    keys = np.repeat(places, sizes) * span + np.concatenate([mix.kept_bytes for mix in mixes])
+    return _Mixes(place, np.cumsum(sizes) - sizes, keys, np.concatenate([mix.ticks for mix in mixes]), span)
 
 
 @lru_cache(maxsize=16384)

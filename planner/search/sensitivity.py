@@ -4,8 +4,8 @@
     (Q2)  compute x (1 + c) takes as long as (1 + c) x what links of (1 + c) times the bandwidth and 1 / (1 + c) of the
           latency take, with the host's fixed times divided likewise; so it changes links too, those to the hosts
           among them                                                                              -> _repriced()
-    (Q3)  the change at which an alternative overtakes: probes outwards in both directions, and bisection between the
-          last that it loses and the first that it wins                                           -> _overtaking()
+    (Q3)  the change at which an alternative overtakes: probes outwards in both directions, and the place between
+          the last that it loses and the first that it wins                                        -> _overtaking()
 
 Only the plan and its alternatives are priced: another layout may win before they do.
 """
@@ -30,7 +30,8 @@ Quantity = Literal[
 ]
 FAR = 4.0
 """Factor up to which changes are looked at."""
-_BISECTIONS = 10
+_PIECES = 1024
+"""In which the way to a probe is cut to tell where an alternative overtakes: finer than any figure is known."""
 _BRIEF_ACTIONS = 400_000
 """Actions that may be simulated where the answer is to be brief."""
 
@@ -89,7 +90,7 @@ def _sensitivity(bar: _ErrorBar, candidates: Sequence[Candidate], limits: Limits
         return evaluate(costs, one.schedule, choose(costs, one.stage_map)).total_ticks
 
     def change_of(place: int) -> float | None:
-        return _overtaking(lambda factor: ticks(place, factor) < ticks(0, factor), reach)
+        return _overtaking(lambda factor: ticks(place, factor) - ticks(0, factor), reach)
 
     reach = (1 + bar.uncertainty, 2.0, FAR) if is_full else (1 + bar.uncertainty,)
     changes = ((place - 1, change_of(place)) for place in range(1, len(candidates)))
@@ -104,15 +105,20 @@ def _sensitivity(bar: _ErrorBar, candidates: Sequence[Candidate], limits: Limits
     )
 
 
-def _overtaking(wins: Callable[[float], bool], reach: Sequence[float]) -> float | None:
-    """The least change, up or down, at which an alternative wins: (Q3); None: at none of the probes."""
+def _overtaking(behind: Callable[[float], int], reach: Sequence[float]) -> float | None:
+    """The least change, up or down, at which an alternative wins: (Q3); None: at none of the probes.
+
+    Args:
+        behind: ticks by which the plan is faster, by factor; the alternative wins where they are negative.
+        reach: factors of the probes.
+    """
     changes = []
     for up in (True, False):
         lost = 1.0
         for far in sorted(set(reach)):
             factor = far if up else _down(far)
-            if wins(factor):
-                changes.append(_between(wins, lost, factor) - 1)
+            if behind(factor) < 0:
+                changes.append(_between(behind, lost, factor) - 1)
                 break
             lost = factor
     return min(changes, key=abs) if changes else None
@@ -123,12 +129,33 @@ def _down(far: float) -> float:
     return max(2 - far, 1 / FAR) if far < 2 else 1 / far
 
 
-def _between(wins: Callable[[float], bool], lost: float, won: float) -> float:
-    """The first factor of a bisection between both that wins, rounded to what it is good for."""
-    for _ in range(_BISECTIONS):
-        middle = (lost + won) / 2
-        lost, won = (lost, middle) if wins(middle) else (middle, won)
-    return won
+def _between(behind: Callable[[float], int], lost: float, won: float) -> float:
+    """The first of the factors between both, in `_PIECES` equal pieces, that wins: as bisection has it, but asked where
+    a straight line between what is known crosses 0 (Ford 1995, the Illinois method), which takes a third of the work.
+    """
+    low, high = 0, _PIECES
+    ahead, late = float(behind(lost)), -float(behind(won))
+    was_high: bool | None = None
+    while high - low > 1:
+        piece = min(max(low + round((high - low) * ahead / (ahead + late)), low + 1), high - 1)
+        found = behind(_factor(lost, won, piece))
+        is_high = found < 0
+        if is_high:  # an end that stays twice counts half
+            high, late, ahead = piece, -float(found), ahead / (2 if was_high is True else 1)
+        else:
+            low, ahead, late = piece, float(found), late / (2 if was_high is False else 1)
+        was_high = is_high
+    return _factor(lost, won, high)
+
+
+def _factor(lost: float, won: float, piece: int) -> float:
+    """Where a piece ends; by halving, so that it is the same whichever pieces were asked for before."""
+    low, high = 0, _PIECES
+    while piece not in (low, high):
+        middle = (low + high) // 2
+        half = (lost + won) / 2
+        low, lost, high, won = (middle, half, high, won) if piece >= middle else (low, lost, middle, half)
+    return lost if piece == low else won
 
 
 def _repriced(work: Workload, quantity: Quantity, factor: float) -> Workload:

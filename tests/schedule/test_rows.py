@@ -21,6 +21,7 @@ def test_a_row_is_read_like_the_tuple_of_its_actions(schedule: Schedule) -> None
         assert row == actions
         assert actions == row
         assert hash(row) == hash(actions)
+        assert row.texts == tuple(map(str, actions))
         assert all(isinstance(action, Action) and isinstance(action.kind, ActionKind) for action in row)
 
 

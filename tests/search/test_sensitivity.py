@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from planner.search import plan, predict
 from planner.search.explain import sensitivity_text
+from planner.search.sensitivity import _between
 from planner.spec import Cluster, Layout, ModelProfile, Plan, PredictionLayout
 from planner.spec.plan import Overtaking, Sensitivity
 from tests.builders import cluster, job, layer, link, profile, request
@@ -141,3 +144,24 @@ def test_words_say_what_wins(change: float, words: str) -> None:
     assert words in text[-1]
     assert f"With {100 * abs(change):.0f} % less bandwidth between nodes, " in text[-1]
     assert ("No alternative overtakes" in text[0]) == one.holds
+
+
+@given(place=st.floats(0.0, 0.999), bend=st.sampled_from((0.2, 0.5, 1.0, 2.0, 5.0)), far=st.sampled_from((1.1, 2.0, 0.9, 0.25)))
+def test_an_overtaking_is_where_bisection_finds_it(place: float, bend: float, far: float) -> None:
+    """Whatever way the alternative comes nearer: the same factor as ten halvings, found with fewer questions."""
+    asked: set[float] = set()
+
+    def behind(factor: float) -> int:
+        asked.add(factor)
+        way = (factor - 1) / (far - 1)
+        return round(1e9 * (place**bend - way**bend)) if way < 1 else -1
+
+    lost, won = 1.0, far
+    for _ in range(10):
+        middle = (lost + won) / 2
+        lost, won = (lost, middle) if behind(middle) < 0 else (middle, won)
+    by_halving = len(asked)
+    asked.clear()
+    assert _between(behind, 1.0, far) == won
+    assert by_halving == 10
+    assert bend != 1.0 or len(asked) <= 8
