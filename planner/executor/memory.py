@@ -1,9 +1,10 @@
-"""Peak memory of this process: the allocator's on CUDA, the resident set on CPU."""
+"""Peak memory of this process: the allocator's on CUDA, the resident set on CPU; and errors of allocators."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import re
 import resource
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +12,30 @@ from pathlib import Path
 import torch
 
 KIBIBYTE = 1024
+CPU_ALLOCATOR = re.compile(r"you tried to allocate (\d+) bytes")
+PINNING_ALLOCATOR = "CUDA error: out of memory"
+"""Of the host's memory: the device's own allocator raises `torch.OutOfMemoryError`."""
+
+
+class HostMemoryError(MemoryError):
+    """The host has no room for what is offloaded to it."""
+
+    def __init__(self, asked_bytes: int, *, is_pinned: bool) -> None:
+        super().__init__(f"no room for {asked_bytes} bytes in the host's memory")
+        self.asked_bytes = asked_bytes
+        self.is_pinned = is_pinned
+
+
+def allocator_error(error: BaseException | None) -> BaseException | None:
+    """The error of an allocator behind an error: CUDA's, the CPU's (a plain RuntimeError), or Python's own; None: there
+    is none. torch's pipeline stages wrap what their forwards and backwards raise."""
+    while error is not None:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError):
+            return error
+        if isinstance(error, RuntimeError) and CPU_ALLOCATOR.search(str(error)) is not None:
+            return error
+        error = error.__cause__
+    return None
 
 
 def reset_peak(device: torch.device) -> None:

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from planner.executor.memory import PINNING_ALLOCATOR, HostMemoryError, allocator_error
 from planner.executor.sharding import local, with_local
 
 SMALLEST_BYTES = 1024
@@ -73,6 +74,11 @@ class ActivationOffload:
     def release(self, unit: object) -> None:
         """The unit's backward has ended."""
         del self._held[unit]
+
+    @property
+    def bytes(self) -> int:
+        """On the host now."""
+        return self._copied_bytes + sum(self._held.values())
 
     def _entered(self, stage: nn.Module, arguments: tuple[Any, ...]) -> None:
         tensors = (each for each in arguments if isinstance(each, torch.Tensor))
@@ -225,10 +231,19 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def host_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Room on the host for a tensor of this shape; contiguous, for checkpoints take it apart."""
+    """Room on the host for a tensor of this shape; contiguous, for checkpoints take it apart.
+
+    Raises:
+        HostMemoryError: there is none.
+    """
     is_accelerator = tensor.device.type not in ("cpu", "meta")
-    device = "meta" if tensor.is_meta else "cpu"
-    return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=device, pin_memory=is_accelerator)
+    device, dtype = "meta" if tensor.is_meta else "cpu", dtype or tensor.dtype
+    try:
+        return torch.empty(tensor.shape, dtype=dtype, device=device, pin_memory=is_accelerator)
+    except (RuntimeError, MemoryError) as error:
+        if allocator_error(error) is None and PINNING_ALLOCATOR not in str(error):
+            raise
+        raise HostMemoryError(tensor.numel() * dtype.itemsize, is_pinned=is_accelerator) from error
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

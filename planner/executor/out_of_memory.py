@@ -9,20 +9,12 @@ from contextlib import contextmanager
 import torch
 
 from planner.errors import RunError
-from planner.executor.memory import peak_bytes
+from planner.executor.memory import CPU_ALLOCATOR, HostMemoryError, allocator_error, peak_bytes
 from planner.executor.mesh import Mesh
-from planner.spec.plan import Alternative, Plan
+from planner.spec.plan import Alternative, Plan, RankMemory
 
-CPU_ALLOCATOR = re.compile(r"you tried to allocate (\d+) bytes")
 CUDA_ALLOCATOR = re.compile(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB|TiB)")
 UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Is this an error of an allocator: CUDA's, the CPU's (a plain RuntimeError), or Python's own?"""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and CPU_ALLOCATOR.search(str(error)) is not None
 
 
 def asked_bytes(error: BaseException) -> int | None:
@@ -35,17 +27,22 @@ def asked_bytes(error: BaseException) -> int | None:
     return None
 
 
-def ran_out(error: BaseException, plan: Plan, *, rank: int, pipeline: int, where: str, used_bytes: int) -> RunError:
-    """The error of a rank that ran out of memory.
+def ran_out(
+    error: BaseException, plan: Plan, *, rank: int, pipeline: int, where: str, used_bytes: int, host_bytes: int = 0
+) -> RunError:
+    """The error of a rank that ran out of memory: its device's, or its host's for what is offloaded.
 
     Args:
         pipeline: the rank's pipeline coordinate, which its prediction stands under.
         where: step and action, in words.
         used_bytes: at the rank's peak so far.
+        host_bytes: that it has offloaded.
     """
+    row = next((row for row in plan.prediction.memory if row.pipeline_rank == pipeline), None)
+    if isinstance(error, HostMemoryError):
+        return _host_ran_out(error, plan, row, rank=rank, where=where, host_bytes=host_bytes)
     asked = asked_bytes(error)
     wanted = "more memory" if asked is None else f"{asked} bytes more"
-    row = next((row for row in plan.prediction.memory if row.pipeline_rank == pipeline), None)
     whose = " for the replica that has the least room" if plan.replicas_differ else ""
     promised = (
         "the plan has no prediction"
@@ -60,16 +57,44 @@ def ran_out(error: BaseException, plan: Plan, *, rank: int, pipeline: int, where
     )
 
 
+def _host_ran_out(
+    error: HostMemoryError, plan: Plan, row: RankMemory | None, *, rank: int, where: str, host_bytes: int
+) -> RunError:
+    kind = "pinned host memory" if error.is_pinned else "host memory"
+    room = "an unknown share" if row is None or row.host_capacity_bytes is None else f"{row.host_capacity_bytes} bytes"
+    promised = (
+        "the plan has no prediction"
+        if row is None
+        else f"the plan predicted {row.host_bytes} bytes of this rank there, of {room}"
+    )
+    return RunError(
+        f"rank {rank} ran out of {kind} {where}: it asked for {error.asked_bytes} bytes more beside {host_bytes} that "
+        f"it has offloaded; {promised}.",
+        field="host_memory_bytes",
+        mend=_host_mend(plan),
+    )
+
+
+def _host_mend(plan: Plan) -> str:
+    found = next(
+        (each for each in plan.alternatives if not (each.layout.activation_offload or each.layout.optimizer_offload)),
+        None,
+    )
+    if found is not None:
+        return f"the plan's next alternative that offloads nothing: {_described(found)}."
+    return "plan again with a smaller host_memory_bytes of the node, what of it is really free, or with offloading off."
+
+
 @contextmanager
 def telling_out_of_memory(plan: Plan, mesh: Mesh, device: torch.device, where: str) -> Iterator[None]:
     """Within, errors of an allocator become those of `ran_out`."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        if (full := allocator_error(error)) is None:
             raise
         used = peak_bytes(device)
-        raise ran_out(error, plan, rank=mesh.rank, pipeline=mesh.pipeline, where=where, used_bytes=used) from error
+        raise ran_out(full, plan, rank=mesh.rank, pipeline=mesh.pipeline, where=where, used_bytes=used) from error
 
 
 def next_that_fits(plan: Plan, needed_bytes: int, predicted_bytes: int) -> Alternative | None:
@@ -84,14 +109,18 @@ def _mend(plan: Plan, needed: int, predicted: int | None) -> str:
         return "plan for less memory per device, or smaller micro-batches."
     found = next_that_fits(plan, needed, predicted)
     if found is not None:
-        layout = found.layout
-        return (
-            f"the plan's next alternative that fits: data {layout.data_parallel_degree} x tensor "
-            f"{layout.tensor_parallel_degree} x pipeline {layout.pipeline_parallel_degree}, micro-batch "
-            f"{layout.micro_batch_size}, {layout.schedule}, recompute {layout.recompute}, with a predicted peak of "
-            f"{found.peak_bytes} bytes, {100 * found.slowdown:.1f} % slower; plan with --fix to get it."
-        )
+        return f"the plan's next alternative that fits: {_described(found)}."
     return (
         f"no alternative of the plan fits; plan again with a job's memory_headroom that is larger by "
         f"{max(needed - predicted, 0)} bytes."
+    )
+
+
+def _described(found: Alternative) -> str:
+    layout = found.layout
+    return (
+        f"data {layout.data_parallel_degree} x tensor {layout.tensor_parallel_degree} x pipeline "
+        f"{layout.pipeline_parallel_degree}, micro-batch {layout.micro_batch_size}, {layout.schedule}, recompute "
+        f"{layout.recompute}, with a predicted peak of {found.peak_bytes} bytes, {100 * found.slowdown:.1f} % slower; "
+        "plan with --fix to get it"
     )

@@ -16,10 +16,10 @@ from planner.executor import gradients
 from planner.executor.build import RankPart
 from planner.executor.data import Dataset, Inputs, local_part
 from planner.executor.hang import awaited, is_timeout, waited_in_vain, where
-from planner.executor.memory import peak_bytes
+from planner.executor.memory import allocator_error, peak_bytes
 from planner.executor.mesh import Mesh
 from planner.executor.optimizer import COMPUTE_DTYPE
-from planner.executor.out_of_memory import is_out_of_memory, ran_out
+from planner.executor.out_of_memory import ran_out
 from planner.executor.report import StepRecord
 from planner.executor.shares import share_of
 from planner.executor.spikes import SpikeWatch
@@ -124,8 +124,8 @@ class Trainer:
         except (RuntimeError, MemoryError) as error:
             recorded, action = self._part.recorder.doing, self._part.runtime.doing
             place = where(recorded, action, self._phase)
-            if is_out_of_memory(error):
-                raise self._ran_out(error, f"in step {step}, {place}") from error
+            if (full := allocator_error(error)) is not None:
+                raise self._ran_out(full, f"in step {step}, {place}") from error
             if not is_timeout(error):
                 raise
             if recorded is None:
@@ -133,8 +133,11 @@ class Trainer:
             raise waited_in_vain(self._mesh.rank, self._mesh.grid.size, step, place) from error
 
     def _ran_out(self, error: BaseException, place: str) -> RunError:
-        mesh, used = self._mesh, peak_bytes(self._device)
-        return ran_out(error, self._plan, rank=mesh.rank, pipeline=mesh.pipeline, where=place, used_bytes=used)
+        mesh, used, offload = self._mesh, peak_bytes(self._device), self._part.offload
+        host = self._part.optimizer.host_bytes + (0 if offload is None else offload.bytes)
+        return ran_out(
+            error, self._plan, rank=mesh.rank, pipeline=mesh.pipeline, where=place, used_bytes=used, host_bytes=host
+        )
 
     def _step(self, step: int) -> StepRecord:
         self._phase = "while it read its samples"

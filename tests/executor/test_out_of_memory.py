@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from planner.errors import RunError
-from planner.executor import Executor
-from planner.executor.out_of_memory import asked_bytes, is_out_of_memory, next_that_fits, ran_out
+from planner.executor import Executor, offload
+from planner.executor.memory import HostMemoryError, allocator_error
+from planner.executor.offload import host_like
+from planner.executor.out_of_memory import asked_bytes, next_that_fits, ran_out
 from planner.spec import Layout, Plan
 from planner.spec.plan import Alternative, RankMemory
 from tests.executor.plans import make_plan, source_of
@@ -53,10 +55,14 @@ def with_memory(plan: Plan, peak: int, capacity: int, *alternatives: tuple[int, 
 
 def test_errors_of_allocators() -> None:
     """CUDA's, the CPU's and Python's own, with the bytes that they tell; nothing else."""
-    assert [is_out_of_memory(error) for error in (CUDA, CPU, MemoryError())] == [True] * 3
+    assert [allocator_error(error) for error in (CUDA, CPU)] == [CUDA, CPU]
+    assert isinstance(allocator_error(MemoryError()), MemoryError)
     assert [asked_bytes(error) for error in (CUDA, CPU, MemoryError())] == [3 << 29, 4096, None]
-    assert not is_out_of_memory(RuntimeError("Timed out"))
-    assert not is_out_of_memory(ValueError("you tried to allocate 1 bytes"))
+    assert allocator_error(RuntimeError("Timed out")) is None
+    assert allocator_error(ValueError("you tried to allocate 1 bytes")) is None
+    wrapped = RuntimeError("[Stage 0] failed to run forward")
+    wrapped.__cause__ = CUDA
+    assert allocator_error(wrapped) is CUDA
 
 
 def test_all_is_told() -> None:
@@ -96,6 +102,39 @@ def test_a_real_one(tmp_path: Path) -> None:
         with pytest.raises(
             RunError, match=rf"rank 0 ran out of memory in step 0, in 0F0: it asked for {TOO_MUCH_BYTES}"
         ):
+            executor.train(steps=1)
+    finally:
+        executor.close()
+
+
+def test_no_room_on_the_host_is_told_as_such() -> None:
+    """Bytes asked for and offloaded, against what the plan predicted of the host, and an alternative that needs none
+    of it."""
+    plan = with_memory(make_plan(("a", "b"), optimizer_offload=True), 60 * MIB, 70 * MIB, (65 * MIB, 0.01))
+    rows = tuple(
+        row.model_copy(update={"host_bytes": 5000, "host_capacity_bytes": 9000}) for row in plan.prediction.memory
+    )
+    plan = plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"memory": rows})})
+    with pytest.raises(HostMemoryError) as caught:
+        host_like(torch.empty(1).expand(TOO_MUCH_BYTES))
+    told = ran_out(caught.value, plan, rank=2, pipeline=0, where="in step 1, in 0F3", used_bytes=MIB, host_bytes=700)
+    assert str(told).startswith(
+        f"host_memory_bytes: rank 2 ran out of host memory in step 1, in 0F3: it asked for {4 * TOO_MUCH_BYTES} bytes "
+        "more beside 700 that it has offloaded; the plan predicted 5000 bytes of this rank there, of 9000 bytes."
+    )
+    assert "next alternative that offloads nothing: data 1 x tensor 4" in told.problems[0].mend
+    pinned = ran_out(HostMemoryError(1, is_pinned=True), plan, rank=0, pipeline=0, where="there", used_bytes=0)
+    assert "ran out of pinned host memory there" in str(pinned)
+
+
+def test_a_host_that_is_full_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the action that offloads."""
+    source = source_of("llama", tmp_path)
+    plan = make_plan([layer.name for layer in source.cut().layers], activation_offload=True)
+    executor = Executor(plan, source, device="cpu")
+    monkeypatch.setattr(offload, "host_like", lambda tensor: host_like(tensor.new_empty(()).expand(TOO_MUCH_BYTES)))
+    try:
+        with pytest.raises(RunError, match="rank 0 ran out of host memory in step 0, in 0F0: it asked for"):
             executor.train(steps=1)
     finally:
         executor.close()
