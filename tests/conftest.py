@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import shutil
+import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,6 +25,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=reason))
     if hasattr(config, "workerinput"):
         _spread(items)
+
+
+def pytest_collection_finish() -> None:
+    """One thread for torch: tiny tensors gain nothing from more, which spin wherever other work shares the cores. And
+    what stays until the end is not looked through again by every garbage collection."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+    gc.collect()
+    gc.freeze()
 
 
 def _spread(items: list[pytest.Item]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -64,15 +63,6 @@ CONFIGS = {
 }
 CALLABLES = ("unet", "resnet", "diffusion", "pairwise", "mixture", "plain")
 MODELS = (*CALLABLES, *(f"{name}.json" for name in CONFIGS))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads that wait for each other take longer than these small models."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def _load(name: str, folder: Path) -> ModelSource:

@@ -45,7 +45,8 @@ def test_threads_are_the_ranks_part_of_the_cores() -> None:
 @pytest.mark.torchrun
 def test_helpers_loop_until_the_end(tmp_path: Path) -> None:
     """Both helpers have run the chosen work when `beside` returns, go on doing so, and are gone with the context."""
-    before = torch.get_num_threads()
+    whole, before = torch.get_num_threads(), threads_per_rank(3) + 1
+    torch.set_num_threads(before)
     path = tmp_path / "footprints"
     with Load(3) as load:
         assert torch.get_num_threads() == threads_per_rank(3)
@@ -61,6 +62,7 @@ def test_helpers_loop_until_the_end(tmp_path: Path) -> None:
     time.sleep(0.05)
     assert path.stat().st_size == last
     assert torch.get_num_threads() == before
+    torch.set_num_threads(whole)
 
 
 @pytest.mark.torchrun

@@ -6,7 +6,7 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +109,8 @@ OWNER = "PLANNER_TEST_OWNER"
 
 
 @pytest.fixture(autouse=True)
-def _own_children(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _own_children(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(OWNER, str(os.getpid()))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_a_killed_rank_costs_no_step_beyond_the_last_checkpoint(tmp_path: Path) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from api.settings import Settings
 from planner.errors import RunError, StoppedError
@@ -54,14 +52,6 @@ def plan_of(model: ModelProfile) -> Plan:
     assert isinstance(found, Plan)
     assert {row.node for row in found.placement} == {0, 1}
     return found
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_what_is_left_of_two_kinds_is_planned_for_by_the_service(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from planner.errors import RunError
 from planner.executor.reference import train_reference
@@ -26,14 +25,6 @@ def rendezvous() -> Iterator[str]:
     with store() as (address, process):
         yield address
     assert process.returncode == 0
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_a_killed_node_costs_no_step_beyond_the_last_checkpoint(tmp_path: Path, rendezvous: str) -> None:
