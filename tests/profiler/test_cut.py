@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import get_args
 
@@ -47,6 +48,25 @@ def test_stages_of_a_sequential_equal_the_whole(function: str, recompute: Recomp
         torch.testing.assert_close(states[name], value, msg=name)
         if isinstance(value, nn.Parameter):
             torch.testing.assert_close(states[name].grad, value.grad, msg=name)
+
+
+def test_activations_in_place_do_not_begin_a_stage():
+    """A stage trains on what it receives, which no layer may change in place then."""
+
+    def model() -> nn.Sequential:
+        parts = (nn.ReLU(inplace=True), nn.BatchNorm1d(4), nn.Hardtanh(inplace=True))
+        return nn.Sequential(nn.Linear(4, 4), parts[0], nn.Linear(4, 4), *parts[1:], nn.Linear(4, 2))
+
+    cut = cut_model(_meta(model()), torch.empty(3, 4, device="meta"))
+    assert [layer.modules for layer in cut.layers] == [("0", "1"), ("2", "3", "4"), ("5",)]
+    whole, inputs = model(), torch.randn(3, 4)
+    output = inputs
+    for index in range(3):
+        given = output.detach().requires_grad_()
+        output = cut.stage(copy.deepcopy(whole), index, index + 1)(given)
+        output.sum().backward()
+        assert given.grad is not None
+    torch.testing.assert_close(output, whole(inputs))
 
 
 def test_stage_that_ends_in_a_view_returns_a_copy():

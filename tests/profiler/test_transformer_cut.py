@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -106,6 +108,14 @@ def test_one_layer_per_stage_equals_the_whole_model(family: str, write_config):
     layers = source.cut().layers
     for mode in get_args(RecomputeMode):
         _assert_same(source, tuple(range(1, len(layers))), mode)
+
+
+def test_blocks_that_return_tuples_are_cut(tmp_path: Path):
+    """Of which the model's loop takes the first: from an absent block too, whose tensor it would take a sample of."""
+    sizes = {"num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64}
+    path = tmp_path / "falcon.json"
+    path.write_text(json.dumps({"model_type": "falcon", **sizes, "bos_token_id": 0, "eos_token_id": 0}))
+    _assert_same(load_model(str(path)), (1, 2, 3, 4))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -92,6 +92,24 @@ TWO_RANKS = {
     "pp2-unet": Case("unet", (3, 5), {**IMAGES, "recompute": {1: "full", 5: "selective"}}, learning_rate=0.05),
     "pp2-resnet": Case("resnet", (4, 3), {**IMAGES, "schedule": "gpipe"}, learning_rate=0.05),
     "pp2-t5": Case("t5", (5, 2), {"micro_batch_size": 2}, clip=0.5),
+    # Batch norm's statistics stay in fp32; what crosses the boundary is of two types.
+    "pp2-unet-bf16-mixed": Case(
+        "unet",
+        (3, 5),
+        {**IMAGES, "precision": "bf16-mixed", "recompute": {1: "full", 5: "selective"}},
+        learning_rate=0.05,
+    ),
+    "dp2-resnet-fp16-mixed": Case(
+        "resnet",
+        (7,),
+        {**IMAGES, "precision": "fp16-mixed", "data": 2, "micro_batches": 2, "zero": 3},
+        learning_rate=0.01,
+    ),
+    "pp2-wide-bf16-mixed": Case(
+        "wide", (2, 3), {**IMAGES, "precision": "bf16-mixed", "schedule": "zb-h1"}, learning_rate=0.05
+    ),
+    "pp2-wide": Case("wide", (2, 3), {**IMAGES, "schedule": "zb-h1"}, learning_rate=0.05),
+    "pp2-t5-bf16": Case("t5", (5, 2), {"micro_batch_size": 2, "precision": "bf16"}, clip=0.5),
     "gradients-unet": Case("unet", (2, 6), {**IMAGES, "optimizer": "sgd"}, steps=1, learning_rate=1.0),
     "gradients-t5": Case("t5", (3, 4), {"micro_batch_size": 2, "optimizer": "sgd"}, steps=1, learning_rate=1.0),
     # One step of plain SGD with rate 1 moves every parameter by its gradient.
