@@ -26,6 +26,7 @@ from benchmarks.fidelity_text import (
     worst_memory_text,
     worst_text,
 )
+from benchmarks.fidelity_winners import winners_json, winners_text
 from planner.cli.arguments import positive_int, whole_number
 from planner.cli.console import Progress, check_output, table, words, write
 from planner.cli.failures import DONE, FAILED, report
@@ -64,6 +65,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--family", metavar="NAME", help="only the rows of the file of this name")
     parser.add_argument("--cross-validate", action="store_true", help=f"fit without what is predicted, {FOLDS} folds")
     parser.add_argument("--workers", type=positive_int, default=2, metavar="N", help="processes that fit (default: 2)")
+    parser.add_argument(
+        "--winners", action="store_true", help="only whether the fastest plans were, and could be, named"
+    )
     parser.add_argument("--worst", type=whole_number, default=10, metavar="N", help="rows to show (default: 10)")
     parser.add_argument("--picture", metavar="FILE.svg", help="draw predicted against measured step times")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -77,7 +81,9 @@ def _run(arguments: argparse.Namespace) -> int:
     dataset = of_family(whole, arguments.family)
     found = predicted(whole, dataset, remarks, arguments)
     if arguments.json:
-        print(json.dumps(as_json(dataset, found), indent=2))
+        print(json.dumps(winners_json(found) if arguments.winners else as_json(dataset, found), indent=2))
+    elif arguments.winners:
+        print(winners_text(found))
     else:
         print_all(dataset, found, arguments.worst)
     if arguments.picture:

@@ -77,9 +77,17 @@ def device_of(hardware: str, precision: str = "") -> str | None:
     return found if found in catalogue() else None
 
 
-def framework_of(system: str) -> Framework:
-    """The framework that a row names; plain torch when none is known."""
-    return find_framework(_first(_FRAMEWORKS, system) or "planner")
+def is_simulated(source: str) -> bool:
+    """Was the step computed, though its file calls it measured? vTrain's single-node steps are sums, to the nanosecond,
+    of traced layers and of the table of all-reduce times that its simulator reads (trace/a100, src/predictor.py)."""
+    return "ground_truth_single" in source
+
+
+def framework_of(system: str, source: str = "") -> Framework:
+    """The framework that a row names; plain torch when none is known. vTrain stands for the steps that it simulated;
+    those on many nodes are runs of Megatron-LM itself."""
+    named = _first(_FRAMEWORKS, system) or "planner"
+    return find_framework("megatron-lm" if named == "vtrain" and "ground_truth_multi" in source else named)
 
 
 def attention_of(text: str, framework: Framework, device: str) -> AttentionKernel:

@@ -4,6 +4,7 @@ time is overhead      the notes say that the model is too small for its step tim
 memory is stated      the hardware names its type and memory; else, where a product is sold with several sizes, whether
                       a run fits cannot be judged
 modelled              the memory was computed by the source, so nothing ran that could have run out
+simulated             the step time was (`planner.fidelity.names`): it is compared, and told apart
 activations           the part of the memory that activations take, where the source tells it apart
 words                 what is said besides figures and dates: it tells which runs of the same sizes and layout are
                       runs of one plan
@@ -19,6 +20,7 @@ from functools import cache
 from pathlib import Path
 
 from planner.errors import DocumentError
+from planner.fidelity.names import is_simulated
 from planner.spec.devices import catalogue
 
 RowKey = tuple[str, str]
@@ -32,6 +34,7 @@ class Remarks:
     time_is_overhead: bool = False
     memory_is_stated: bool = False
     is_modelled: bool = False
+    is_simulated: bool = False
     activation_bytes: float | None = None
     words: str = ""
 
@@ -87,6 +90,7 @@ def remarks_of(row: dict[str, str]) -> Remarks:
         time_is_overhead="tiny model" in (row.get("notes") or "").lower(),
         memory_is_stated=re.search(r"\d\s*g(?:i?b)?\b", _product(hardware), re.IGNORECASE) is not None,
         is_modelled="modelled" in kind.lower(),
+        is_simulated=is_simulated(row.get("source") or ""),
         activation_bytes=float(told.group(1)) * 2**30 if told else None,
         words=" ".join(re.findall(r"[a-z]+", " ".join(row.get(name) or "" for name in _SAID).lower())),
     )

@@ -9,6 +9,8 @@ What a row leaves out is filled by rule, the same for all rows, never per row:
     gated, tied         the combination whose parameter count is nearest to the stated one; else gated when the
                         feed-forward size is not 4 x hidden
     precision           bf16 with fp32 master copy
+    recomputation       the framework's; what vTrain simulated has none, whatever its rows say: a micro-batch more
+                        lengthens their steps by one stage's layers and the output layer, on any number of stages
     stages              `planner.fidelity.stages`
     kernels             the framework's, unless the row names them: `planner.fidelity.setting`
     Megatron's tests    what their arguments say: `planner.fidelity.arguments`
@@ -32,6 +34,7 @@ from planner.fidelity.arguments import Arguments, arguments_of, ends_with, shape
 from planner.fidelity.names import (
     device_of,
     inter_node_of,
+    is_simulated,
     schedule_of,
     shard_degree_of,
     zero_stage_of,
@@ -188,7 +191,7 @@ def run_of(row: Row, family: str) -> Run:
         layout=layout,
         sequence_length=_needed(row, "seq_len"),
         global_batch_size=batch,
-        recompute=_recompute(row["recompute"]) if row["recompute"] else framework.recompute,
+        recompute=_recompute(row, framework),
         blocks_per_stage=blocks_of(shape, layout, row["notes"], framework, ends=ends_with(given or {})),
         step_seconds=step,
         memory_bytes=memory,
@@ -364,8 +367,12 @@ def _step_seconds(row: Row, layout: Layout, batch: int) -> float | None:
     return step
 
 
-def _recompute(text: str) -> RecomputeMode:
-    lowered = text.lower()
+def _recompute(row: Row, framework: Framework) -> RecomputeMode:
+    lowered = row["recompute"].lower()
+    if not lowered:
+        return framework.recompute
+    if is_simulated(row.get("source", "")):
+        return "none"
     if re.search(r"full|\bmoe\b", lowered) and "none" not in lowered:
         return "full"
     return "selective" if "selective" in lowered or "act" in lowered else "none"

@@ -47,7 +47,7 @@ def setting_of(
         dtype: of activations.
         given: Megatron-LM's arguments; None: not listed.
     """
-    framework = framework_of(row["system"])
+    framework = framework_of(row["system"], row.get("source", ""))
     attention = attention_of(row["attention"], framework, device)
     if not row["attention"] and given is not None:
         attention = attention_with(attention, given)

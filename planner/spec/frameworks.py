@@ -146,7 +146,8 @@ _ALL = (
     ),
     Framework(
         "vtrain",
-        "VIA-Research/vTrain, src/model/gpt_modeling.py: Megatron-LM's layers, with vocabulary // tensor degree rows",
+        "VIA-Research/vTrain, src/model/gpt_modeling.py: the layers of Megatron-LM that its simulator traces, with "
+        "vocabulary // tensor degree rows",
         attention="fused-softmax",
         fuses_elementwise=True,
         dropout="learned positions",
