@@ -105,14 +105,19 @@ def compare(times: Sequence[float], parts: int) -> dict[str, float]:
 
 
 def winners(data: Path | None) -> list[Row]:
-    """Of the rank groups of measured runs: those whose winner we would have chosen, or one nearly as fast."""
+    """Of the rank groups of measured runs: those whose winner we would have chosen, or one nearly as fast.
+
+    Steps that their source simulated stand apart.
+    """
     name = "published winners"
     if data is None or not list(data.glob("*.csv")):
         return [Row("winners", name, WINNERS_TARGET, NO_DATA, met=None)]
     runs = [run for run in read_runs(data).runs if run.rank_group]
     families: dict[str, list[RankGroup]] = defaultdict(list)
-    for group in rank_groups(outcomes(runs, read_remarks(data))):
-        families[group.name.partition(": ")[0]].append(group)
+    predicted = outcomes(runs, read_remarks(data))
+    for is_simulated, what in ((False, ""), (True, ", simulated")):
+        for group in rank_groups(one for one in predicted if one.remarks.is_simulated == is_simulated):
+            families[group.name.partition(": ")[0] + what].append(group)
     found = [won(family, families[family]) for family in sorted(families)]
     groups, close = (sum(one[kind] for one in found) for kind in ("groups", "close"))
     result = f"{close} of {groups} groups; worst {max((one['worst'] for one in found), default=1):.3f} x"
