@@ -11,6 +11,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,9 @@ class ProcessMemory:
     """Resident bytes that a forward adds, beyond those that autograd keeps, as a fraction of them."""
 
 
+@cache
 def process_memory() -> ProcessMemory:
-    """Measure both in a fresh worker process.
+    """Measure both in a fresh worker process; once, for they are the machine's, not a model's.
 
     Raises:
         RunError: the process failed.
