@@ -19,7 +19,8 @@ from planner.executor import Executor
 from planner.executor.settings import CheckpointPolicy
 from planner.spec import MeasuredRun, Plan
 from profiler.models import ModelSource
-from tests.executor.plans import make_plan, source_of
+from tests.executor.plans import make_plan
+from tests.torchrun.cases import source_of_case
 
 HALF, WHOLE = 10, 20
 SETTINGS: dict[str, Any] = {"seed": 3, "device": "cpu", "timeout_seconds": 60, "max_gradient_norm": 0.5}
@@ -46,9 +47,7 @@ class Runs:
     def __init__(self, model: str, folder: Path, **settings: Any) -> None:
         self._folder = folder
         self._settings = SETTINGS | settings
-        own = folder / f"rank-{dist.get_rank()}"
-        own.mkdir(parents=True)
-        self._source = source_of(model, own)
+        self._source = source_of_case(model)
 
     def train(
         self, layout: dict[str, Any], steps: int, policy: CheckpointPolicy | None = None

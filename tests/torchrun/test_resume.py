@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -21,23 +20,17 @@ from planner.executor.launch import run_plan
 from planner.executor.scaling import INITIAL_SCALE
 from planner.spec import read
 from tests.executor.plans import make_plan, source_of
+from tests.torchrun.ranks import ROOT, Servers
 from tests.torchrun.resume_cases import HALF, LAYOUTS, WHOLE, plan_of
 
 pytestmark = pytest.mark.torchrun
-ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All runs, in one launch of four ranks."""
-    output = tmp_path_factory.mktemp("resume") / "results.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command += ["-m", "tests.torchrun.resume_cases", str(output)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr[-5000:]
-    return dict(json.loads(output.read_text()))
+def results(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All runs, on four ranks."""
+    return servers.run("tests.torchrun.resume_cases", 4, tmp_path_factory.mktemp("resume"))
 
 
 def test_the_same_layout_goes_on_bit_for_bit(results: dict[str, Any]) -> None:

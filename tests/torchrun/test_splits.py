@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.torchrun.ranks import Servers
 from tests.torchrun.split_cases import CASES
-from tests.torchrun.test_transparency import ROOT, TOLERANCE
+from tests.torchrun.test_transparency import TOLERANCE
 
 pytestmark = pytest.mark.torchrun
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of all cases, one launch per world size."""
+def results(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of all cases, on both numbers of ranks."""
     found: dict[str, Any] = {}
     for ranks in CASES:
-        output = tmp_path_factory.mktemp(f"ranks{ranks}") / "results.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command += ["-m", "tests.torchrun.split_cases", str(output)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-5000:]
-        found |= json.loads(Path(output).read_text())
+        found |= servers.run("tests.torchrun.split_cases", ranks, tmp_path_factory.mktemp(f"ranks{ranks}"))
     return found
 
 

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,12 +19,12 @@ from tests.torchrun.cases import (
     TWO_RANKS,
     UNEVEN_SHARES,
 )
+from tests.torchrun.ranks import Servers
 
 pytestmark = pytest.mark.torchrun
 
 FP16_TOLERANCE = 1e-3
 """Of losses near 44, which is eight times a usual one."""
-ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-5
 HALF_TOLERANCE = {
     "tp2-bf16-mixed": 5e-3,
@@ -48,26 +43,16 @@ bf16, which makes differences in a gradient's last digits larger wherever the gr
 """
 
 
-def _launch(ranks: int, folder: Path) -> dict[str, Any]:
-    output = folder / "results.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += ["-m", "tests.torchrun.cases", str(output)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-5000:]
-    return dict(json.loads(output.read_text()))
-
-
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def two_ranks(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Results of all cases on two ranks."""
-    return _launch(2, tmp_path_factory.mktemp("two"))
+    return servers.run("tests.torchrun.cases", 2, tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def four_ranks(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Results of all cases on four ranks."""
-    return _launch(4, tmp_path_factory.mktemp("four"))
+    return servers.run("tests.torchrun.cases", 4, tmp_path_factory.mktemp("four"))
 
 
 @pytest.mark.parametrize("case", TWO_RANKS)

@@ -3,21 +3,16 @@ process."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from planner.executor.scaling import INITIAL_SCALE
 from tests.torchrun.offload_cases import OFFLOADED, OFFLOADED_IN_HALF
+from tests.torchrun.ranks import Servers
 from tests.torchrun.zero_cases import CASES, HALF
 
 pytestmark = pytest.mark.torchrun
-ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-5
 HALF_TOLERANCE = {
     "fp16-mixed-zero3": 1e-3,
@@ -29,15 +24,9 @@ HALF_TOLERANCE = {
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All runs, in one launch of four ranks."""
-    output = tmp_path_factory.mktemp("zero") / "results.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command += ["-m", "tests.torchrun.zero_cases", str(output)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr[-5000:]
-    return dict(json.loads(output.read_text()))
+def results(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All runs, on four ranks."""
+    return servers.run("tests.torchrun.zero_cases", 4, tmp_path_factory.mktemp("zero"))
 
 
 @pytest.mark.parametrize("case", [*CASES, *OFFLOADED])
