@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from profiler.cut import CutLayer
+from profiler.derive_vocabulary import vocabulary_of
 from profiler.split_attention import can_split, split_attention
 from profiler.split_products import Product, product_of, reads_split_features, split_columns, split_rows
 from profiler.split_tensor import IndivisibleError, NoRuleError, SplitTensor, take_part
@@ -54,6 +55,8 @@ class DerivedSplit:
     """torch's own attention modules, split by heads (`profiler.split_attention`)."""
     divisor: int
     """Degrees that divide it can be split by."""
+    vocabulary: tuple[str, ...] = ()
+    """Embeddings and output layers, split by rows where a degree divides the vocabulary."""
 
     @property
     def is_empty(self) -> bool:
@@ -70,7 +73,9 @@ def derive(source: ModelSource) -> DerivedSplit:
         return NOTHING
     for ranks in RANKS:
         found, was_indivisible = _derive(source, ranks)
-        if not found.is_empty or not was_indivisible:
+        if not found.is_empty:
+            return replace(found, vocabulary=vocabulary_of(source, _Shapes(1)))
+        if not was_indivisible:
             return found
     return NOTHING
 
@@ -140,6 +145,10 @@ class _Shapes:
     def total(self, partial: Tensor) -> Tensor:
         """See `profiler.split_tensor.Ranks`. An exchange in the midst of a region is not chosen unasked."""
         raise NoRuleError("a sum over the dimension that is split")
+
+    def gather(self, part: Tensor) -> Tensor:
+        """See `profiler.split_tensor.Ranks`; likewise."""
+        raise NoRuleError("a split tensor is gathered")
 
     def take(self, whole: Tensor, dimension: int, sections: int) -> Tensor:
         """See `profiler.split_tensor.Ranks`."""

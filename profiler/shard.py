@@ -25,6 +25,7 @@ from profiler.expert_parallel import Alone, Routes, experts_of, share_out
 from profiler.quantities import Exchange, GroupName
 from profiler.sequence_parallel import DIMENSION, SequencePlan, enter_regions, split_borders
 from profiler.split_modules import split_module
+from profiler.split_products import once_each
 from profiler.split_tensor import join_parts, take_part
 from profiler.splits import Split
 from profiler.tensor_parallel import COLUMN_STYLES, REPLICATED, REPLICATED_STYLES, ROW_STYLES, is_ours
@@ -127,7 +128,7 @@ def shard(
     Raises:
         UnsupportedError: a split module that is no `nn.Linear`.
     """
-    exchanges = Exchanges()
+    exchanges, hold = Exchanges(), once_each(partial(hold_on_meta, degree))
     if degree == 1:
         return exchanges
     for name, style in styles.items():
@@ -136,7 +137,7 @@ def shard(
             continue
         if is_ours(style):
             ranks = _DerivedRanks(degree, exchanges, sequence=name in in_regions)
-            split_module(module, style, ranks, partial(hold_on_meta, degree))
+            split_module(module, style, ranks, hold)
         elif style in REPLICATED_STYLES:
             _share_gradients(module, exchanges)
         elif not isinstance(module, nn.Linear):
@@ -186,6 +187,12 @@ class _DerivedRanks:
         """See `profiler.split_tensor.Ranks`."""
         self.exchanges.add("forward", "all_reduce", partial)
         return partial
+
+    def gather(self, part: Tensor) -> Tensor:
+        """See `profiler.split_tensor.Ranks`."""
+        whole: Tensor = collectives.Gather.apply(part, self.ranks, -1)  # type: ignore[no-untyped-call]
+        self.exchanges.add("forward", "all_gather", whole)
+        return whole
 
     def enter(self, whole: Tensor) -> Tensor:
         """See `profiler.split_tensor.Ranks`."""

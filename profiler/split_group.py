@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from profiler.split_modules import split_module
-from profiler.split_products import Entered
+from profiler.split_products import Entered, once_each
 from profiler.split_tensor import join_parts, take_part
 from profiler.tensor_parallel import is_ours
 
@@ -72,6 +72,20 @@ class _Take(torch.autograd.Function):
         return join_parts(list(joined.chunk(mesh.size(), 0)), dimension, sections), None, None, None
 
 
+class _Gather(torch.autograd.Function):
+    """All ranks' features on the way there; of the gradients, the same on all ranks, this one's on the way back."""
+
+    @staticmethod
+    def forward(context: Any, part: Tensor, mesh: DeviceMesh) -> Tensor:
+        context.mesh = mesh
+        return torch.cat(_wait(_all_gather(part.contiguous(), 0, mesh)).chunk(mesh.size(), 0), -1)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> tuple[Tensor, None]:
+        mesh = context.mesh
+        return take_part(gradients[0], gradients[0].dim() - 1, 1, mesh.get_local_rank(), mesh.size()).clone(), None
+
+
 class GroupRanks:
     """A real group; see `profiler.split_tensor.Ranks`.
 
@@ -105,6 +119,11 @@ class GroupRanks:
         """See `profiler.split_tensor.Ranks`."""
         summed: Tensor = _Leave.apply(partial, self._mesh)  # type: ignore[no-untyped-call]
         return summed
+
+    def gather(self, part: Tensor) -> Tensor:
+        """See `profiler.split_tensor.Ranks`."""
+        whole: Tensor = _Gather.apply(part, self._mesh)  # type: ignore[no-untyped-call]
+        return whole
 
     def enter(self, whole: Tensor) -> Tensor:
         """See `profiler.split_tensor.Ranks`."""
@@ -170,7 +189,7 @@ def split_ours(stage: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh, *,
         styles: by qualified name; modules of other styles are left as they are.
         sequence: with sequence parallelism.
     """
-    ranks = GroupRanks(mesh, sequence=sequence)
+    ranks, hold = GroupRanks(mesh, sequence=sequence), once_each(partial(_hold, mesh))
     for name, style in styles.items():
         if is_ours(style):
-            split_module(stage.get_submodule(name), style, ranks, partial(_hold, mesh))
+            split_module(stage.get_submodule(name), style, ranks, hold)

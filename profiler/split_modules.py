@@ -13,7 +13,15 @@ from profiler.local_tensor import local
 from profiler.split_attention import split_attention
 from profiler.split_products import Hold, split_columns, split_rows
 from profiler.split_tensor import Ranks, SplitTensor
-from profiler.tensor_parallel import DERIVED_ATTENTION, PER_HEAD, SPLIT_NORM, sections_of, shared_key_of
+from profiler.split_vocabulary import split_vocabulary
+from profiler.tensor_parallel import (
+    DERIVED_ATTENTION,
+    DERIVED_VOCABULARY,
+    PER_HEAD,
+    SPLIT_NORM,
+    sections_of,
+    shared_key_of,
+)
 
 
 def split_module(module: nn.Module, style: str, ranks: Ranks, hold: Hold) -> None:
@@ -31,6 +39,9 @@ def split_module(module: nn.Module, style: str, ranks: Ranks, hold: Hold) -> Non
             module.register_parameter(name, hold(parameter, 0, 1))
         module.forward = partial(_norm if style == SPLIT_NORM else _run_on_parts, module, module.forward, ranks)
         return
+    if style == DERIVED_VOCABULARY:
+        split_vocabulary(module, ranks, hold)
+        return
     sections = sections_of(style)
     if style == DERIVED_ATTENTION:
         assert isinstance(module, nn.MultiheadAttention)  # `profiler.derive_split` chooses no others
@@ -43,8 +54,7 @@ def split_module(module: nn.Module, style: str, ranks: Ranks, hold: Hold) -> Non
 
 def _share_key(features: int, ranks: Ranks, module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
     """The last features, whole on every rank, are read by its heads alone."""
-    latent, key = output.split((output.shape[-1] - features, features), -1)
-    return torch.cat((latent, ranks.enter(key)), -1)
+    return torch.cat((output[..., :-features], ranks.enter(output[..., -features:])), -1)
 
 
 def _parts(module: nn.Module) -> dict[str, Tensor]:

@@ -25,6 +25,18 @@ Hold = Callable[[nn.Parameter, int, int], nn.Parameter]
 """What a rank holds of a parameter, of which it has the part of a dimension that consists of so many sections."""
 
 
+def once_each(hold: Hold) -> Hold:
+    """The same, which holds a parameter that several modules share once."""
+    known: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+
+    def held(parameter: nn.Parameter, dimension: int, sections: int) -> nn.Parameter:
+        if id(parameter) not in known:
+            known[id(parameter)] = parameter, hold(parameter, dimension, sections)
+        return known[id(parameter)][1]
+
+    return held
+
+
 @dataclass(frozen=True, slots=True)
 class Product:
     """How a kind of module multiplies."""

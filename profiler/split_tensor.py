@@ -47,6 +47,10 @@ class Ranks(Protocol):
     def total(self, partial: Tensor) -> Tensor:
         """The sum over the group, whole on every rank, also with sequence parallelism."""
 
+    def gather(self, part: Tensor) -> Tensor:
+        """(..., features of this rank) -> (..., all features), with which all ranks do the same; of the gradients each
+        keeps its part."""
+
     def enter(self, whole: Tensor) -> Tensor:
         """A whole tensor that meets a split one: itself; its gradients, partial sums, are added up over the group."""
 

@@ -64,6 +64,7 @@ KNOWN_STYLES = COLUMN_STYLES | ROW_STYLES | REPLICATED_STYLES | {SPLIT_NORM, PER
 """A plan with any other style is not used: half a plan would be wrong."""
 DERIVED_ROWS = "derived_rowwise"
 DERIVED_ATTENTION = "derived_attention"
+DERIVED_VOCABULARY = "derived_vocabulary"
 _DERIVED_COLUMNS = "derived_colwise:"
 """Followed by the number of sections, each of which is split by itself."""
 LARGEST_DERIVED = 8
@@ -72,7 +73,7 @@ LARGEST_DERIVED = 8
 
 def is_derived(style: str) -> bool:
     """Does the style stand in a plan that was derived?"""
-    return style in (DERIVED_ROWS, DERIVED_ATTENTION) or style.startswith(_DERIVED_COLUMNS)
+    return style in (DERIVED_ROWS, DERIVED_ATTENTION, DERIVED_VOCABULARY) or style.startswith(_DERIVED_COLUMNS)
 
 
 def is_ours(style: str) -> bool:
@@ -126,7 +127,8 @@ def plan(source: ModelSource) -> dict[str, str]:
     derived = source.derived_split
     columns = {name: f"{_DERIVED_COLUMNS}{sections}" for name, sections in derived.columns.items()}
     attentions = dict.fromkeys(derived.attentions, DERIVED_ATTENTION)
-    return columns | dict.fromkeys(derived.rows, DERIVED_ROWS) | attentions
+    vocabulary = dict.fromkeys(derived.vocabulary, DERIVED_VOCABULARY)
+    return columns | dict.fromkeys(derived.rows, DERIVED_ROWS) | attentions | vocabulary
 
 
 def plan_of(model: Any) -> dict[str, str]:
@@ -176,13 +178,13 @@ def refusal(source: ModelSource) -> str:
     return f"its own plan has the style {unknown[0]!r}, unknown here" if unknown else "nobody told how to split it"
 
 
-def _with_shared_keys(model: nn.Module, styles: dict[str, str]) -> dict[str, str]:
+def _with_shared_keys(model: Any, styles: dict[str, str]) -> dict[str, str]:
     """Latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1): all ranks have the products that give the latents,
     and the norms of these, whole."""
     parents = {name.rpartition(".")[0] for name, style in styles.items() if style == _SHARED_KEY}
     if not parents:
         return styles
-    shared = f"{_SHARED_KEY}:{model.config.get_text_config().qk_rope_head_dim}"  # type: ignore[union-attr]
+    shared = f"{_SHARED_KEY}:{model.config.get_text_config().qk_rope_head_dim}"
     found = {name: shared if style == _SHARED_KEY else style for name, style in styles.items()}
     owners = (
         pattern_of(name)

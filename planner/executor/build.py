@@ -26,7 +26,7 @@ from planner.executor.replicas import GradientReducer, Reducer, Reducers
 from planner.executor.runtime import Loss, PipelineRuntime
 from planner.executor.scaling import LossScaler, scaler_for
 from planner.executor.sequence_parallel import read_once, sequence_plan, share_sequence
-from planner.executor.sharding import is_split, shard_tensors, tied_modules
+from planner.executor.sharding import is_split, is_split_by_rows, shard_tensors, tied_modules
 from planner.executor.shares import share_of
 from planner.executor.stages import Boundaries, Boundary, TimedStage
 from planner.executor.streams import RandomStreams
@@ -407,8 +407,9 @@ def _shared_copies(
 
 
 def _refuse_split(name: str, parameter: nn.Parameter) -> None:
-    """Pieces of two copies can be added up only where both are pieces of the same."""
-    if is_split(parameter):
+    """Pieces of two copies can be added up only where both are pieces of the same: of whole parameters, or of shards by
+    rows, as vocabularies are split in every stage."""
+    if is_split(parameter) and not is_split_by_rows(parameter):
         raise UnsupportedError(
             f"{name!r} is shared with another stage and split over the tensor-parallel group, where copies may be "
             "split in different ways.",

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from planner.errors import UnsupportedError
@@ -81,3 +81,8 @@ def tied_modules(stages: Iterable[nn.Module]) -> set[str]:
 def is_split(tensor: torch.Tensor) -> bool:
     """Does every rank of a group hold a part of its own?"""
     return isinstance(tensor, DTensor) and not any(placement.is_replicate() for placement in tensor.placements)
+
+
+def is_split_by_rows(tensor: torch.Tensor) -> bool:
+    """Is each rank's part a run of rows?"""
+    return isinstance(tensor, DTensor) and tuple(tensor.placements) == (Shard(0),)

@@ -13,13 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from planner.executor.sharding import local
+from planner.spec.profile import Measurement
 from profiler import tensor_parallel
 from profiler.count import count
+from profiler.derive_split import _Shapes
+from profiler.derive_vocabulary import vocabulary_of
 from profiler.models import ModelSource
 from profiler.split_group import GroupRanks, split_ours
 from profiler.split_tensor import SplitTensor
@@ -113,6 +118,71 @@ def test_the_same_between_products_that_can_be_split() -> None:
     assert ModelSource("mixed", "features", builder, sample_shape=(8,)).tensor_parallel_degrees() == (1, 2, 4, 8)
 
 
+class Language(nn.Module):
+    """A language model, of which a function may read the weight of a module besides."""
+
+    def __init__(self, besides: Callable[[nn.Module, Tensor], Tensor] | None, reads: str) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(32, 8), nn.Linear(8, 32)
+        self.block = Mixed(nn.GELU())
+        self.besides, self.reads = besides, reads
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(samples, tokens) -> logits."""
+        logits: Tensor = self.head(self.block(self.embedding(ids)))
+        return logits if self.besides is None else self.besides(self.get_submodule(self.reads), logits)
+
+
+@pytest.mark.parametrize(
+    ("besides", "reads", "expected"),
+    [
+        (None, "head", ("embedding", "head")),
+        (lambda module, logits: logits + module.weight.mean(), "embedding", ("head",)),
+        (lambda module, logits: functional.linear(logits[..., :8], module.weight), "embedding", ("head",)),
+        (lambda module, logits: logits / module.weight.norm(dim=-1), "head", ("embedding",)),
+    ],
+    ids=["nobody else", "a mean", "a product", "a norm"],
+)
+def test_vocabularies_are_split_where_nobody_else_reads_their_weights(besides, reads: str, expected: tuple) -> None:
+    """A rank's rows are no weight that other code could use."""
+    source = ModelSource("lm", "tokens", lambda: Language(besides, reads), vocabulary_size=32, longest_sequence=16)
+    assert source.derived_split.vocabulary == expected
+
+
+def test_a_weight_that_its_own_layer_reads_besides_stays_whole() -> None:
+    """Code within a layer, which the cut does not tell, stumbles over the stand-in of the weight."""
+    source = ModelSource("lm", "tokens", lambda: Language(None, "head"), vocabulary_size=32, longest_sequence=16)
+    assert vocabulary_of(source, _Shapes(1)) == ("embedding", "head")
+    head = source.blueprint.get_submodule("head")
+    head.register_forward_hook(lambda module, arguments, logits: logits * module.weight.mean())
+    assert vocabulary_of(source, _Shapes(1)) == ()
+
+
+def test_tied_vocabularies_are_split_alike() -> None:
+    """The embedding holds half of its rows, and sums what it looks up; the head gathers its logits."""
+    source = known("gpt2-still")
+    sizes = {"micro_batch_size": 2, "sequence_length": 8}
+    whole, part = (count(source, **sizes, tensor_parallel_degree=degree) for degree in (1, 2))
+    for kind in ("embedding", "head"):
+        assert whole[kind].local_parameters - part[kind].local_parameters == 256 * 32 // 2
+    hidden, logits = 2 * 8 * 32 * 4, 2 * 8 * 256 * 4
+    assert _sent(part["embedding"]) == {("forward", "all_reduce", hidden)}
+    assert _sent(part["head"]) == {("forward", "all_gather", logits), ("backward", "all_reduce", hidden)}
+
+
+def _sent(row: Measurement) -> set[tuple[str, str, int]]:
+    return {(each.phase, each.operation, each.bytes) for each in row.collectives}
+
+
+def test_a_vocabulary_that_the_degree_does_not_divide_stays_whole(two_ranks: DeviceMesh) -> None:
+    """It limits no degree."""
+    embedding = nn.Embedding(7, 4)
+    split_ours(embedding, {"": "derived_vocabulary"}, two_ranks)
+    assert not isinstance(embedding.weight, DTensor)
+    split_ours(even := nn.Embedding(8, 4), {"": "derived_vocabulary"}, two_ranks)
+    assert local(even.weight).shape == (4, 4)
+
+
 class Flops(TorchDispatchMode):
     """Adds up what torch's formulas say of all that runs within (its own counter hooks to what modules return)."""
 
@@ -128,7 +198,10 @@ class Flops(TorchDispatchMode):
         return output
 
 
-@pytest.mark.parametrize(("name", "index"), [("gpt2-still", 1), ("own_transformer", 1), ("torch_encoder", 1)])
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [("gpt2-still", 0), ("gpt2-still", 1), ("gpt2-still", 5), ("own_transformer", 1), ("torch_encoder", 1)],
+)
 def test_a_shard_counts_as_what_a_rank_runs(name: str, index: int, two_ranks) -> None:
     """Its parameters, forward FLOPs and what autograd keeps, to the byte."""
     source = known(name)
@@ -139,7 +212,12 @@ def test_a_shard_counts_as_what_a_rank_runs(name: str, index: int, two_ranks) ->
     split_ours(layer, tensor_parallel.split_modules(layer, tensor_parallel.plan(source)), two_ranks)
     assert row.local_parameters == sum(local(each).numel() for each in layer.parameters())
     takes = source.borders(*size).takes[index]
-    inputs = [torch.randn(each.shape, requires_grad=True) for each in takes]
+    inputs = [
+        torch.randn(each.shape, requires_grad=True)
+        if each.is_floating_point()
+        else torch.zeros_like(each, device="cpu")
+        for each in takes
+    ]
     with Flops() as seen:
         layer(*inputs)
     assert row.forward_flops == seen.flops
