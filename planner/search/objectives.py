@@ -8,6 +8,9 @@ cost        the least price of a token (J2), over all parts of the cluster. One 
             and their layouts together: what is open has a least price, bound x the part's price per second, and the
             least comes next. A part that is not entered yet has the bound of its number of devices (K5); most never
             come to be entered                                                                       -> _cheapest()
+            (J5) first of all comes a plan to beat: parts whose devices divide all are looked into for any plan, the
+            best of them is searched, then those with fewer devices, then those with more, as long as each is cheaper
+            than the last                                                                           -> _Prices.climbed()
 devices     the fewest devices whose step meets the deadline, ties by step. Parts come in the order of their devices,
             each searched below the deadline only, those left out that (K5) excludes; the first that has a plan is
             searched to its end                                                                      -> _fewest()
@@ -44,8 +47,12 @@ _FEW_PARTS = 16
 """Fewer are simply taken in order."""
 _ROUNDING = 1e-12
 """Seconds of a deadline are no whole ticks in binary."""
+_CLIMBED = 10_000
+"""Pieces of a part taken up for a plan to beat; most parts are proven sooner."""
 _TOLD_SECONDS = 0.1
 """Between two reports of progress: to count what is open in all parts takes longer than to take up one of them."""
+_TOLD_SHARE = 0.02
+"""Of the time, for reports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +106,7 @@ class _Field:
         self.deadline = self.started + request.options.time_limit_seconds
         self.all: list[Contender] = []
         self._known: dict[tuple[tuple[int, ...], int], Contender] = {}
-        self._told = -math.inf
+        self._due = -math.inf
 
     @property
     def is_over(self) -> bool:
@@ -149,13 +156,15 @@ class _Field:
     @property
     def is_due(self) -> bool:
         """Somebody waits for progress, and has waited for some time."""
-        return self.callbacks.on_progress is not None and time.monotonic() >= self._told + _TOLD_SECONDS
+        return self.callbacks.on_progress is not None and time.monotonic() >= self._due
 
     def tell(self, winner: Contender | None, bound_ticks: int) -> None:
         """Report progress now and then: the best plan so far, and the bound on its devices."""
         if self.is_due:
+            began = time.monotonic()
             self.tell_now(winner, _report(self, winner, bound_ticks))
-            self._told = time.monotonic()
+            ended = time.monotonic()
+            self._due = ended + max(_TOLD_SECONDS, (ended - began) / _TOLD_SHARE)
 
     def tell_now(self, winner: Contender | None, report: SearchReport) -> None:
         """Report progress."""
@@ -243,7 +252,7 @@ def _cheapest(field: _Field) -> Contest:
     check_prices(field.request.cluster)
     parts = parts_of(field.request.cluster)
     prices = _Prices(field, parts)
-    winner = prices.dived()
+    winner = prices.climbed(prices.dived())
     while (one := prices.least(winner)) is not None and field.take_up(one):
         if one.price < (winner.price if winner else math.inf):
             winner = one
@@ -282,6 +291,36 @@ class _Prices:
                 winner = one
         _hold_to(self._field.all, winner)
         return winner
+
+    def climbed(self, winner: Contender | None) -> Contender | None:
+        """A good plan soon: that of the part that was dived into, or of an even part beside it, where that is cheaper.
+        It is what parts are held to that take long to search; their order is that of their bounds from here on."""
+        even = sorted((each for each in self._heap if self._most % each[1] == 0), key=lambda each: each[1])
+        parts = [each[-1] for each in even if isinstance(each[-1], Part)]
+        if winner is None:
+            return None
+        start = parts.index(winner.part)
+        winner = self._searched(parts[start], winner)
+        for way in (reversed(parts[:start]), parts[start + 1 :]):
+            for part in way:
+                best = self._searched(part, winner)
+                if best is winner:
+                    break
+                winner = best
+        return winner
+
+    def _searched(self, part: Part, winner: Contender) -> Contender:
+        """Who has the cheapest plan once a part has been searched for some time below the price known."""
+        one = self._field.enter(part)
+        _hold_to([one], winner)
+        for _ in range(_CLIMBED):
+            if not (one.state.is_open and self._field.take_up(one)):
+                break
+            if self._field.is_due:
+                self._field.tell(winner, self.bound_on(winner))
+        best = one if one.price < winner.price else winner
+        _hold_to(self._field.all, best)
+        return best
 
     def least(self, winner: Contender | None) -> Contender | None:
         """What is to be taken up next: None when nothing is left that may be cheaper, or the time is over."""

@@ -114,10 +114,11 @@ def segment_bounds(segments: Segments, open_: Mask, warm_up: Sequence[int], micr
     up_again = ways.before[:, :, None] + alone
     up_again[0] += segments.tail[0]
     further = _column([micro_batches - u for u in warm_up]) * segments.forward
-    turned = ways.through() + further + (micro_batches - 1) * segments.backward
+    through = ways.through()
+    turned = through + further + (micro_batches - 1) * segments.backward
     back = once + 2 * segments.transfer + ways.behind[:, None, :]
     back = back + _column([max(0, micro_batches - 1 - u) for u in warm_up]) * once
-    turned = np.maximum(turned, ways.through() + _column([int(u < micro_batches) for u in warm_up]) * back)
+    turned = np.maximum(turned, through + _column([int(u < micro_batches) for u in warm_up]) * back)
     low = np.maximum(np.maximum(ended_here, up_again), turned)
     return np.where(open_, np.minimum(low, NEVER), NEVER)
 

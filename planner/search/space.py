@@ -96,7 +96,7 @@ class Family:
     @property
     def count(self) -> int:
         """Number of layouts."""
-        return len(self.ways) * len(self.orders)
+        return len(self.zeros) * len(self.standing.rank_orders) * len(self.orders)
 
     @property
     def ways(self) -> tuple[tuple[Zero, RankOrder], ...]:

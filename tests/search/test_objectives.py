@@ -203,3 +203,16 @@ def test_progress_counts_all_parts() -> None:
     assert all((one.gap is None) == (one.incumbent_seconds is None) for one in seen)
     assert seen[-1].gap == 0
     assert seen[-1].layouts_done == seen[-1].layouts_considered
+
+
+def test_a_good_plan_is_known_before_parts_compete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first price that all parts are held to is that of the cheapest part whose devices divide all."""
+    model, machines = with_recompute(parameters=1_000_000), priced(cluster(8, memory_bytes=40_000_000))
+    step = wishing(job(16), "cost")
+    monkeypatch.setattr(objectives._Prices, "least", lambda self, winner: None)
+    found = plan(request(model, machines, step, top=0), model)
+    assert isinstance(found, Plan)
+    steps = each_alone(model, machines, job(16))
+    assert found.layout.devices * found.prediction.step_seconds == pytest.approx(
+        min(devices * steps[devices] for devices in (1, 2, 4, 8) if devices in steps), rel=1e-6
+    )
