@@ -105,8 +105,7 @@ class Unit:
         for span in self.spans:
             view = self._view(self.full, span)
             view.copy_(local(span.parameter.detach()))
-            whole = nn.Parameter(with_local(span.parameter, view), span.parameter.requires_grad)
-            torch.utils.swap_tensors(span.parameter, whole)  # type: ignore[no-untyped-call]
+            put(span.parameter, with_local(span.parameter, view))
         self.shard = self._mine(self.full)
         self._own_shard = own_shard
         if own_shard:
@@ -175,3 +174,11 @@ def _as_placed(gradient: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         return gradient.redistribute(placements=parameter.placements)
     return gradient
+
+
+def put(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    """Give a parameter these values, and their type, in place."""
+    if isinstance(parameter, DTensor):  # assigning to .data would leave its own record of its type behind
+        torch.utils.swap_tensors(parameter, nn.Parameter(values, parameter.requires_grad))  # type: ignore[no-untyped-call]
+    else:  # swapping refuses what weak references lead to, as torch's recurrent layers keep them
+        parameter.data = values

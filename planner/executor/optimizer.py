@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from planner.errors import UnsupportedError
+from planner.executor.flat import put
 from planner.executor.offload import ParkedStates, host_like
 from planner.executor.sharding import local
 from planner.executor.zero import ZeroShards
@@ -235,7 +236,7 @@ class Optimizer:
                     parked.add(masters[each])
         for parameter in module.parameters():
             if parameter.is_floating_point() and parameter.dtype != dtype:
-                _cast(parameter, dtype)
+                put(parameter, parameter.detach().to(dtype))
         if shards is not None:
             shards.bind()
             named = shards.pieces()
@@ -318,15 +319,6 @@ class Optimizer:
     def host_bytes(self) -> int:
         """Of those on the host."""
         return sum(part.parked.nbytes for part in self._parts if part.parked is not None)
-
-
-def _cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Give a parameter another type, in place."""
-    values = parameter.detach().to(dtype)
-    if isinstance(parameter, DTensor):  # assigning to .data would leave its own record of its type behind
-        torch.utils.swap_tensors(parameter, nn.Parameter(values, parameter.requires_grad))  # type: ignore[no-untyped-call]
-    else:  # swapping refuses what weak references lead to, as torch's recurrent layers keep them
-        parameter.data = values
 
 
 def _by_layer(names: Iterable[str], layers: Sequence[Collection[str]]) -> list[list[str]]:

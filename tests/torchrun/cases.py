@@ -109,6 +109,13 @@ TWO_RANKS = {
         "wide", (2, 3), {**IMAGES, "precision": "bf16-mixed", "schedule": "zb-h1"}, learning_rate=0.05
     ),
     "pp2-wide": Case("wide", (2, 3), {**IMAGES, "schedule": "zb-h1"}, learning_rate=0.05),
+    # Weak references lead to the parameters of its recurrent layer.
+    "dp2-wide-bf16-mixed-zero3": Case(
+        "wide",
+        (5,),
+        {**IMAGES, "precision": "bf16-mixed", "data": 2, "micro_batches": 2, "zero": 3},
+        learning_rate=0.01,
+    ),
     "pp2-t5-bf16": Case("t5", (5, 2), {"micro_batch_size": 2, "precision": "bf16"}, clip=0.5),
     "gradients-unet": Case("unet", (2, 6), {**IMAGES, "optimizer": "sgd"}, steps=1, learning_rate=1.0),
     "gradients-t5": Case("t5", (3, 4), {"micro_batch_size": 2, "optimizer": "sgd"}, steps=1, learning_rate=1.0),

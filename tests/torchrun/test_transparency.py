@@ -33,6 +33,7 @@ HALF_TOLERANCE = {
     "pp2-unet-bf16-mixed": 5e-3,
     "dp2-resnet-fp16-mixed": 5e-3,
     "pp2-wide-bf16-mixed": 5e-3,
+    "dp2-wide-bf16-mixed-zero3": 5e-3,
     "pp2-t5-bf16": 5e-3,
     "cp2-bf16-mixed": 5e-3,
     "dp2-muon": 1e-5,
