@@ -40,7 +40,7 @@ def test_sigint_ends_the_work(work: str, code: int, told: str) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "working\n"
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=120)
     assert (process.returncode, said) == (code, told)
 
 

@@ -29,10 +29,10 @@ def test_serves_until_interrupted(tmp_path: Path) -> None:
             if found:
                 address = found[1]
                 break
-        with urllib.request.urlopen(f"{address}/healthz", timeout=30) as answer:
+        with urllib.request.urlopen(f"{address}/healthz", timeout=120) as answer:
             assert answer.status == 200
         process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=30)
+        out, _ = process.communicate(timeout=120)
     assert process.returncode == 0
     assert json.loads(out)["database"] == str(database)
     assert database.exists()
@@ -45,7 +45,7 @@ def test_a_taken_port_is_a_failure(tmp_path: Path) -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         command = [*SERVE, "--port", port, "--database", str(tmp_path / "plans.db")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert f"error: the service could not start on 127.0.0.1:{port}" in done.stderr
     assert "Traceback" not in done.stderr

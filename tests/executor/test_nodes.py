@@ -39,6 +39,8 @@ from tests.torchrun.node_rank import on_nodes
 LAYERS = ("a", "b", "c")
 KEPT = 8
 """Steps of the newest checkpoint."""
+WAIT_SECONDS = 120
+"""Only a test that fails waits so long."""
 
 
 class Planner:
@@ -240,11 +242,11 @@ def pilot_of(
 
 
 def train(pilot: Pilot, until: int, *, first: int = 0, busy: tuple[float, ...] = (1.0, 1.0)) -> int:
-    """Steps of one second, until the pilot wants to stop; returns the steps trained."""
+    """Steps of one second, in each of which the planner answers, until the pilot wants to stop; returns the steps."""
     for step in range(first, until):
         wants = pilot.wants_to_stop()
         pilot.on_step(StepLine(step, 1.0, 1.0, 1.0, busy_seconds=busy))
-        time.sleep(0.02)  # the planner answers beside the training
+        pilot._pool.submit(int).result(WAIT_SECONDS)  # behind all that the planner was asked
         if wants:
             return step + 1
     return until
@@ -325,7 +327,7 @@ def rendezvous(store: TCPStore, number: int, devices: int) -> GatedRendezvous:
 
 def wait_for(reached: Callable[[], bool]) -> None:
     """Agents look at the rendezvous once in a second."""
-    until = time.monotonic() + 30
+    until = time.monotonic() + WAIT_SECONDS
     while not reached():
         assert time.monotonic() < until
         time.sleep(0.05)
@@ -341,7 +343,7 @@ def test_nodes_wait_at_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     board = Board(store, "gate")
     with ThreadPoolExecutor() as pool:
         joined = [pool.submit(each.next_rendezvous) for each in (first, second)]
-        assert {each.result(30).world_size for each in joined} == {2}
+        assert {each.result(WAIT_SECONDS).world_size for each in joined} == {2}
         late = pool.submit(third.next_rendezvous)
         wait_for(
             lambda: (
@@ -355,7 +357,7 @@ def test_nodes_wait_at_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
         second.leave()
         wait_for(lambda: first.num_nodes_waiting() > 0)
         again = [pool.submit(first.next_rendezvous), late]
-        assert {each.result(30).world_size for each in again} == {2}
+        assert {each.result(WAIT_SECONDS).world_size for each in again} == {2}
     board.end(0, RunError("cannot go on.", field="loss"))
     with pytest.raises(RunError, match="loss: cannot go on") as refused:
         second.next_rendezvous()

@@ -21,7 +21,8 @@ EVERY = 4
 """Steps between two checkpoints."""
 FIRST, SECOND = "127.0.0.1", "127.0.0.2"
 """Addresses of two nodes."""
-WAIT_SECONDS = 120.0
+WAIT_SECONDS = 300.0
+"""Only a test that fails waits so long."""
 RANKS = ("-m", "tests.torchrun.node_rank")
 
 

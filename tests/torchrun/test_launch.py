@@ -74,7 +74,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
         r"rank 0 waited in vain in step 0, in 0B0, for the gradient of stage 1; ranks that did not wait themselves: 1"
     )
     with pytest.raises(RunError, match=told):
-        run_plan(plan, model=str(tmp_path / "gpt2.json"), steps=1, loss=f"{__name__}:sleeping_loss", timeout_seconds=4)
+        run_plan(plan, model=str(tmp_path / "gpt2.json"), steps=1, loss=f"{__name__}:sleeping_loss", timeout_seconds=10)
 
 
 def test_failing_rank_is_named(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_nodes_of_different_sizes_train_as_one_process(tmp_path: Path) -> None:
         text = f"exec {each.text.replace(str(MASTER_PORT), port)}"
         agents.append(subprocess.Popen(text, shell=True, env=environment, cwd=tmp_path, stderr=subprocess.PIPE))
     try:
-        told = [agent.communicate(timeout=120)[1] for agent in agents]
+        told = [agent.communicate(timeout=300)[1] for agent in agents]
     finally:
         for agent in agents:
             agent.terminate()
