@@ -1,4 +1,4 @@
-"""Trains models whose sequences, experts or layers are split under torchrun, and compares them with one process."""
+"""Trains models whose sequences, experts or layers are split, and compares them with one process; run as ``-m``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains with ZeRO under torchrun, beside tensor and pipeline parallelism, and compares it with one process; and what
+"""Trains with ZeRO on four ranks, beside tensor and pipeline parallelism, and compares it with one process; and what
 is offloaded (`tests.torchrun.offload_cases`) in the same launch."""
 
 from __future__ import annotations
