@@ -159,7 +159,6 @@ def build_rank(
         cast_rest(stage, COMPUTE_DTYPE[plan.request.job.precision], buffers=source.config is None)
     tie(list(stages.values()), cut.shared_parameters)
     partial = _shard(plan, {mine[index]: stage for index, stage in stages.items()}, source, mesh)
-    tie(list(stages.values()), cut.shared_parameters)  # again: each stage has made shards of its own
     module = merge(list(stages.values()))
     job = plan.request.job
     layers_held = _layers_held(cut, mine, stages)
@@ -249,6 +248,7 @@ def _shard(
         else:
             share_sequence(stage, source, range(layers.start, layers.stop), sequence, mesh.tensor_mesh)
         share_experts(stage, source, mesh)
+    tie(list(stages.values()), source.cut().shared_parameters)  # again: each stage has made shards of its own
     return tuple(partial)
 
 
