@@ -146,7 +146,11 @@ def test_words_say_what_wins(change: float, words: str) -> None:
     assert ("No alternative overtakes" in text[0]) == one.holds
 
 
-@given(place=st.floats(0.0, 0.999), bend=st.sampled_from((0.2, 0.5, 1.0, 2.0, 5.0)), far=st.sampled_from((1.1, 2.0, 0.9, 0.25)))
+@given(
+    place=st.floats(0.0, 0.999),
+    bend=st.sampled_from((0.2, 0.5, 1.0, 2.0, 5.0)),
+    far=st.sampled_from((1.1, 2.0, 0.9, 0.25)),
+)
 def test_an_overtaking_is_where_bisection_finds_it(place: float, bend: float, far: float) -> None:
     """Whatever way the alternative comes nearer: the same factor as ten halvings, found with fewer questions."""
     asked: set[float] = set()

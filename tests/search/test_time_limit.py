@@ -30,6 +30,10 @@ class Clock:
         """Seconds."""
         return self.now
 
+    def is_behind(self, moment: float) -> Callable[[], bool]:
+        """Has it gone on beyond a moment?"""
+        return lambda: self.now > moment
+
     def counted(self, work: Callable[..., Any]) -> Callable[..., Any]:
         """Work that takes its time."""
 
@@ -89,6 +93,5 @@ def test_a_caller_who_wants_to_stop_need_not_wait(clock: Clock) -> None:
     """Once asked to stop, the search takes up no more than it is at."""
     _, seconds = planned(clock, 600.0)
     for share in (0.1, 0.5, 0.9):
-        until = clock.now + share * seconds
-        _, took = planned(clock, 600.0, Callbacks(should_stop=lambda until=until: clock.now > until))
+        _, took = planned(clock, 600.0, Callbacks(should_stop=clock.is_behind(clock.now + share * seconds)))
         assert took <= share * seconds + 4 * WORK_SECONDS
