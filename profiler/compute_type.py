@@ -36,7 +36,7 @@ def cast_rest(model: nn.Module, dtype: torch.dtype, *, buffers: bool) -> None:
     """
     for module in model.modules():
         if isinstance(module, _NormBase) and module.running_mean is not None:
-            module.forward = partial(_normalise, module)  # type: ignore[method-assign]
+            module.forward = partial(_normalise, module)
         elif buffers:
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.to(dtype) if buffer.is_floating_point() else buffer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 import torch
@@ -53,3 +54,18 @@ def test_nothing_is_recorded_between_steps(recorder: Recorder) -> None:
     assert recorder.end_step() == ()
     recorder.begin_step()
     assert recorder.end_step() == ()
+
+
+def test_an_action_is_recorded_in_some_microseconds() -> None:
+    """Which is less than 1 % of an action of a millisecond."""
+    recorder = Recorder(torch.device("cpu"))
+    recorder.begin_step()
+    seconds = []
+    for _ in range(20):
+        start = time.process_time()
+        for _ in range(500):
+            with recorder.span("0F0"):
+                pass
+        seconds.append((time.process_time() - start) / 500)
+    assert min(seconds) < 1e-5
+    assert len(recorder.end_step()) == 20 * 500

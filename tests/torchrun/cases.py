@@ -1,4 +1,4 @@
-"""Trains every case of a world size under torchrun and compares it with one process; run as ``-m``, writes JSON."""
+"""Trains every case of a world size and compares it with one process; run on its ranks as ``-m``, writes JSON."""
 
 from __future__ import annotations
 
@@ -216,6 +216,7 @@ def run(case: Case) -> dict[str, Any]:
     measured = executor.train(case.steps)
     with executor.part.gathered():
         values, scales = _whole(executor.part.module), _scales(executor)
+    received = _received_bytes(executor)
     statistics = _statistics(executor.part.module)
     if dist.get_rank() > 0:
         return {}
@@ -233,6 +234,7 @@ def run(case: Case) -> dict[str, Any]:
         "moved": max(float((wanted[name].detach() - start[name]).abs().max()) for name in wanted),
         "names": sorted(values) == sorted(wanted),
         "scales": [*scales, expected.loss_scale],
+        "received": received,
     }
 
 
@@ -273,6 +275,21 @@ def _scales(executor: Executor) -> list[float]:
     scales = [0.0] * dist.get_world_size()
     dist.all_gather_object(scales, 1.0 if scaler is None else scaler.scale)
     return scales
+
+
+def _received_bytes(executor: Executor) -> int:
+    """Of buffers of what was received that any rank still holds."""
+    stages = executor.part.runtime._stages
+    infos = [
+        info
+        for stage in stages
+        for each in (*stage.args_recv_info.values(), *stage.grad_recv_info.values())
+        for info in each
+    ]
+    buffers = [buffer for info in infos if (buffer := getattr(info, "buffer", None)) is not None and not buffer.is_meta]
+    everyone = [0] * dist.get_world_size()
+    dist.all_gather_object(everyone, sum(buffer.nbytes for buffer in buffers))
+    return sum(everyone)
 
 
 def _statistics(module: torch.nn.Module) -> dict[str, torch.Tensor]:
