@@ -61,6 +61,13 @@ def price_all(profile: ModelProfile, cluster: Cluster, job: Job) -> Iterator[Pri
             yield from _price(_facts(profile, part, job, layout), rows, order)
 
 
+def price_layout(profile: ModelProfile, cluster: Cluster, job: Job, layout: Layout) -> Iterator[Priced]:
+    """Every stage map of one layout on all of the node groups, priced."""
+    rows = replicas(layout, cluster)
+    assert rows is not None, "a tensor- and context-parallel group stands in one node group"
+    yield from _price(_facts(profile, cluster, job, layout), rows, tuple(range(len(cluster.node_groups))))
+
+
 Rows = tuple[tuple[int, ...], ...]
 """By data rank: the node group of every pipeline rank."""
 

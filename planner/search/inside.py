@@ -42,7 +42,7 @@ NO_LIMIT = 2**53
 
 _TRIALS = (1.03, 1.08, 1.15, 1.25, 1.4)
 """Limits, in lower bounds of a layout, that are tried before the real one: a low limit leaves few segments to price."""
-_NARROW = 1e-3
+_NARROW = 4e-3
 """Relative gap between what is proven empty and what is open at which it is not halved any more."""
 _ROUND_WORK = 0.05
 """Deterministic time of one round of `improve`, in CP-SAT's unit of about a second."""
@@ -102,6 +102,8 @@ class LayoutSearch:
         self.neighbours: Neighbours | None = None
         """Bounds of pairs of segments, as far as these were open when they were told last."""
         self._cuts: list[tuple[Lane, Cut]] = []
+        self.is_narrow = False
+        """Was `narrow` called?"""
         self._paths: set[Path] = set()
         """Judged since the search began."""
 
@@ -203,6 +205,9 @@ class LayoutSearch:
     def narrow(self) -> None:
         """Judge the stage map that seems best, then look by halves for the least limit below which anything is open:
         each half raises the bound, or has a stage map to judge."""
+        if self.is_narrow:
+            return
+        self.is_narrow = True
         if not self.is_empty:
             self._judge(self._likely_path())
             self.tighten()

@@ -75,7 +75,8 @@ class Relief:
             low, high = np.where(is_enough, low, np.minimum(middle + 1, high)), np.where(is_enough, middle, high)
         spare = self.freed[high, stops] - self.freed[high, starts] - needed_bytes
         ticks = self.ticks[high, stops] - self.ticks[high, starts] - self.rates[high] * spare
-        return np.floor(np.maximum(0.0, ticks) * _LESS).astype(np.int64)
+        found: NDArray[np.int64] = np.floor(np.maximum(0.0, ticks) * _LESS).astype(np.int64)
+        return found
 
 
 def _running(values: _Floats) -> _Floats:

@@ -31,6 +31,7 @@ from itertools import groupby
 
 from planner.cost import TICK_SECONDS, Workload, workload
 from planner.cost.workload import on_part, rearranged
+from planner.search.dive import dive_on_groups
 from planner.search.inside import NO_LIMIT
 from planner.search.loads import part_ticks
 from planner.search.part_bounds import least_part_ticks
@@ -214,9 +215,17 @@ def _raced(field: _Field, parts: Sequence[Part]) -> Contest:
     """The fastest plan of any of these parts, of which the first is the whole cluster: (J4)."""
     first, *others = parts
     entered = [field.enter(first)]
-    dive(entered[0].state)
+    found = dive_on_groups(entered[0].state)
+    if found is None:
+        dive(entered[0].state)
+    for part in others:
+        if found is not None and len(part.groups) == len(first.groups):
+            entered.append(field.enter(part))
+            _hold_below(entered)
+            dive_on_groups(entered[-1].state, like=found)
     least = {part.groups: part_ticks(entered[0].work, part.groups) for part in others}
-    waiting = sorted(others, key=lambda part: least[part.groups])
+    known = [one.part for one in entered]
+    waiting = sorted((part for part in others if part not in known), key=lambda part: least[part.groups])
     while waiting and not field.is_over:
         _hold_below(entered)
         bound, limit = min(map(_open_bound, entered)), entered[0].state.limit_ticks
@@ -226,7 +235,9 @@ def _raced(field: _Field, parts: Sequence[Part]) -> Contest:
             break
         else:
             field.tell(_fastest_of(entered), bound)
+    _hold_below(entered)
     winner = _first(field, entered)
+    _hold_below(entered)
     left = [one.state.least_ticks for one in entered if not one.state.is_proven]
     return _ended(field, winner, min([*left, *(least[part.groups] for part in waiting)], default=NO_LIMIT), entered[0])
 

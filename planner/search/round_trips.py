@@ -135,8 +135,8 @@ class Neighbours:
     @cached_property
     def _spans(self) -> list[slice]:
         """Of every boundary: its places where something is open."""
-        leaving, entering = self.open.any(axis=2), self.open.any(axis=1)
-        used = [leaving[0], *(leaving[1:] | entering[:-1]), entering[-1]]
+        leaving, entering = np.any(self.open, axis=2), np.any(self.open, axis=1)
+        used = [leaving[0], *np.logical_or(leaving[1:], entering[:-1]), entering[-1]]
         places = [np.flatnonzero(each) for each in used]
         return [slice(int(each[0]), int(each[-1]) + 1) if len(each) else slice(0, 0) for each in places]
 

@@ -208,6 +208,13 @@ def _searched(state: State, one: Open, layout: Searched) -> Iterator[Open]:
     if not (search.is_empty or layout.is_tight):
         yield Open(max(one.bound_ticks, search.bound), one.order, replace(layout, is_tight=True, trials=0))
         return
+    if not (search.is_empty or layout.is_narrowed):
+        search.narrow()
+        if search.best:
+            state.take(Candidate(layout.costs, schedule_of(layout.costs), *search.best))
+        if not search.is_empty and state.heap and state.heap[0].bound_ticks < search.bound < state.limit_ticks:
+            yield Open(max(one.bound_ticks, search.bound), one.order, replace(layout, is_narrowed=True))
+            return
     inside = search.finish(state.seconds_left)
     if inside.outcome is Outcome.NOT_BETTER and limit < state.limit_ticks:
         yield Open(limit, one.order, replace(layout, trials=layout.trials + 1))

@@ -67,6 +67,8 @@ class Searched:
     modes: tuple[LayerModes, ...]
     is_tight: bool = False
     """Bounded over its segments too."""
+    is_narrowed: bool = False
+    """Its best stage map is nearly known: `LayoutSearch.narrow`."""
     trials: int = 0
     """Limits that have excluded all of its stage maps since it got its bound."""
 
