@@ -12,11 +12,9 @@
       over all layers: pipeline ranks on node groups g(p) share out the layers. With weights q(p) in proportion to
       1 / W(g(p)), the weighted mean of their times for one micro-batch is at least
           sum over l of the least q(p) w(l, g(p)) over p                                           -> Speeds.ticks()
-(D12) likewise the mean of what (5c) of `planner.search.round_trips` says of every rank alone, for M micro-batches and
-      u(p) = min(M, P - p), which is true of gpipe as well, since there all forwards come before the backwards:
-          T >= sum over l of the least over p of (1 + Q(p)) w + q(p) (M - 1 - u(p)) w
-      with Q(p) the sum of q up to p; ranks with u(p) = M add q(p) (M - 1) b, by (B2), and nothing to Q
-                                                                                                 -> Speeds.least()
+(D12) likewise the mean of what (B2) says of every rank, for M micro-batches and u(p) = min(M, P - p), which is true of
+      gpipe as well, since there all forwards come before the backwards:
+          T >= sum over l of the least over p of w + q(p) ((M - u(p)) f + (M - 1) b)               -> Speeds.least()
 """
 
 from __future__ import annotations
@@ -83,11 +81,8 @@ class Speeds:
     def least(self, row: tuple[int, ...], count: int) -> int:
         """Of a step of so many micro-batches on these pipeline ranks, at least: (D12)."""
         weights, forward, backward = self._on(row)
-        ahead, once = (len(row) - np.arange(len(row)))[:, None], forward + backward
-        turns = ahead < count
-        back = np.cumsum(turns * weights, axis=0)
-        further = np.where(turns, (count - 1 - ahead) * once, (count - 1) * backward)
-        mean = (1 + back) * once + weights * further
+        ahead = np.minimum(count, len(row) - np.arange(len(row)))[:, None]
+        mean = forward + backward + weights * ((count - ahead) * forward + (count - 1) * backward)
         return int(mean.min(axis=0).sum() * (1 - _ROUNDING))
 
     def _on(self, row: tuple[int, ...]) -> tuple[_Ticks, _Ticks, _Ticks]:
