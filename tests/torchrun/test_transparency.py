@@ -144,4 +144,4 @@ def _check(result: dict[str, Any]) -> None:
     assert result["parameters"] < TOLERANCE
     assert result["statistics"] < TOLERANCE, "batch norm must see every micro-batch once, and nothing else"
     assert result["moved"] > 100 * TOLERANCE, "a run that changes nothing would agree with any other"
-    assert result["received"] == 0, "buffers live while their micro-batch is in flight; torch keeps all of them for ever"
+    assert result["received"] == 0, "buffers live while their micro-batch is in flight; torch keeps them for ever"
