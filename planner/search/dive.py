@@ -17,8 +17,15 @@ from planner.search.state import State
 
 _LOOKED_AT = 8
 """Families whose linear bound is told."""
+_POOR = 2
+"""Bounds that a plan takes which is not worth keeping."""
 _TRIED = 2
 """Layouts of those with the least bounds in which a stage map is looked for."""
+
+
+def is_poor(state: State) -> bool:
+    """Is there no plan yet, or one so slow, measured by the least bound, that better ones must be easy to find?"""
+    return state.is_open and state.limit_ticks > _POOR * state.heap[0].bound_ticks
 
 
 def dive_on_groups(state: State, like: Family | None = None) -> Family | None:

@@ -44,6 +44,8 @@ _TRIALS = (1.03, 1.08, 1.15, 1.25, 1.4)
 """Limits, in lower bounds of a layout, that are tried before the real one: a low limit leaves few segments to price."""
 _NARROW = 4e-3
 """Relative gap between what is proven empty and what is open at which it is not halved any more."""
+_MOST_TRIPLES = 2**20
+"""Of boundaries: of more, pairs of neighbours take longer to bound than they spare."""
 _ROUND_WORK = 0.05
 """Deterministic time of one round of `improve`, in CP-SAT's unit of about a second."""
 
@@ -129,7 +131,8 @@ class LayoutSearch:
     def _strike_pairs(self) -> bool:
         """Strike out what is in no pair of neighbours below the limit: equation (H5). Was there any?"""
         self.neighbours = Neighbours.of(self.lanes, self.open) if self.costs.layout.schedule in BOUNDED else None
-        if self.neighbours is None:
+        if self.neighbours is None or self.neighbours.triples > _MOST_TRIPLES:
+            self.neighbours = None
             return False
         through = self.neighbours.through()
         self.bound = max(self.bound, min(int(through.min()), self.limit))

@@ -31,7 +31,7 @@ from itertools import groupby
 
 from planner.cost import TICK_SECONDS, Workload, workload
 from planner.cost.workload import on_part, rearranged
-from planner.search.dive import dive_on_groups
+from planner.search.dive import dive_on_groups, is_poor
 from planner.search.inside import NO_LIMIT
 from planner.search.loads import part_ticks
 from planner.search.part_bounds import least_part_ticks
@@ -215,9 +215,8 @@ def _raced(field: _Field, parts: Sequence[Part]) -> Contest:
     """The fastest plan of any of these parts, of which the first is the whole cluster: (J4)."""
     first, *others = parts
     entered = [field.enter(first)]
-    found = dive_on_groups(entered[0].state)
-    if found is None:
-        dive(entered[0].state)
+    dive(entered[0].state)
+    found = dive_on_groups(entered[0].state) if is_poor(entered[0].state) else None
     for part in others:
         if found is not None and len(part.groups) == len(first.groups):
             entered.append(field.enter(part))

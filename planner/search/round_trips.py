@@ -112,6 +112,12 @@ class Neighbours:
                 reached[s, x, y] = np.maximum(reached[s, x, y], pairs.min(axis=2))
         return reached
 
+    @property
+    def triples(self) -> int:
+        """Of boundaries that are to be looked at."""
+        spans = [each.stop - each.start for each in self._spans]
+        return sum(x * y * z for x, y, z in zip(spans, spans[1:], spans[2:], strict=False))
+
     def through(self) -> Table:
         """No stage map that holds a segment is faster, [s, x, y]."""
         table: Table = np.maximum(self.before, self.behind)
