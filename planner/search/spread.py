@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 _STEPS = 30
 """Newton steps at most; about fifteen are enough."""
-_CLOSE = 1e-3
+_CLOSE = 4e-3
 """Relative gap at which the next step is not worth its time."""
 _INSIDE = 0.9
 """Part of the way to the nearest face that a step goes."""
@@ -41,9 +41,9 @@ ROUNDING = 1e-9
 """Of floating-point sums, for bounds that must not be too high."""
 _MOST_TICKS = 2.0**53
 _FACTORS = (8.0, 64.0, 512.0, 4096.0)
-_MOST_FIRST = 16
+_MOST_FIRST = 8
 """Ranks that rows start with; of more, some are left out, which weakens the bound."""
-_MOST_KINDS = 24
+_MOST_KINDS = 16
 """Of layers, for which weights and prices are looked for; they are judged by all of them."""
 
 
