@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator
 from operator import itemgetter
 
@@ -15,12 +14,14 @@ from planner.search.segments import choices
 from planner.search.space import Family
 from planner.search.state import State
 
-_LOOKED_AT = 8
+_LOOKED_AT = 16
 """Families whose linear bound is told."""
-_POOR = 2
+_POOR = 1.3
 """Bounds that a plan takes which is not worth keeping."""
-_TRIED = 2
-"""Layouts of those with the least bounds in which a stage map is looked for."""
+_MOST_RANKS = 16
+"""Of longer pipelines a stage map takes long to find."""
+_TRIED = 4
+"""Degrees with the least bounds for which a stage map is looked for."""
 
 
 def is_poor(state: State) -> bool:
@@ -39,10 +40,14 @@ def dive_on_groups(state: State, like: Family | None = None) -> Family | None:
         The family whose plan was taken; None where none was.
     """
     families = [one.item for one in sorted(state.heap) if isinstance(one.item, Family)]
-    chosen = [each for each in families if like is None or _key(each) == _key(like)][:_LOOKED_AT]
+    short = [each for each in families if each.pipeline <= _MOST_RANKS]
+    chosen = [each for each in short if like is None or _key(each) == _key(like)][:_LOOKED_AT]
     bounded = (one for each in chosen for one in _parts(state, each))
     winner = None
-    for bound, part in heapq.nsmallest(_TRIED, bounded, key=itemgetter(0)):
+    least: dict[tuple[int, ...], tuple[int, Family]] = {}
+    for bound, part in sorted(bounded, key=itemgetter(0)):
+        least.setdefault(part.degrees, (bound, part))
+    for bound, part in list(least.values())[:_TRIED]:
         if state.seconds_left() > 0 and bound < state.limit_ticks and _found(state, part):
             winner = part
     return winner
@@ -61,7 +66,7 @@ def _found(state: State, part: Family) -> bool:
     """Was a plan found that beats the limit?"""
     order = part.orders[-1]
     is_better = False
-    for zero in part.leanest:
+    for zero in part.leanest[-1:]:
         costs = layout_costs(state.work, part.layout(zero, order))
         modes = choices(costs, state.wish)
         totals, units = Totals.of(costs, modes), warm_ups(costs)
