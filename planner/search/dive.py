@@ -66,7 +66,7 @@ def _found(state: State, part: Family) -> bool:
     """Was a plan found that beats the limit?"""
     order = part.orders[-1]
     is_better = False
-    for zero in part.leanest[-1:]:
+    for zero in part.leanest:
         costs = layout_costs(state.work, part.layout(zero, order))
         modes = choices(costs, state.wish)
         totals, units = Totals.of(costs, modes), warm_ups(costs)
