@@ -7,6 +7,9 @@
                 Recomputation in Large Transformer Models", section 5, by operation as torchtitan does; torch's
                 create_selective_checkpoint_contexts)
 
+What is kept is copied before an operation changes it in place, as an activation after a convolution does: torch would
+refuse the backward, or, told to allow it, apply the change twice.
+
 In both the recomputation stops once the last tensor that the backward needs is there (torch's early stop): a module
 that ends in a matrix product does not run it again.
 """
@@ -15,12 +18,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _CachingTorchDispatchMode,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from planner.spec.profile import RecomputeMode
 
@@ -104,14 +113,43 @@ def _nobody(phase: Phase) -> AbstractContextManager[None]:
 
 
 def _contexts(module: nn.Module, mode: RecomputeMode, observer: Observer) -> Contexts:
-    caching, cached = (nullcontext(), nullcontext())
-    if mode == "selective":
-        caching, cached = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+    caching, cached = (nullcontext(), nullcontext()) if mode == "full" else _selective()
     return _all(observer("forward"), caching), _all(_frozen_statistics(module), observer("again"), cached)
+
+
+def _selective() -> Contexts:
+    caching, cached = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+    return _Keeping(caching.policy_fn, caching.storage), cached
 
 
 def _policy(context: Any, operation: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if is_saved(operation) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _Keeping(_CachingTorchDispatchMode):
+    """Keeps outputs as torch's own does, and copies those that an operation is about to change in place."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for place in _changed(func):
+            if place < len(args) and isinstance(args[place], Tensor):
+                self._copy(args[place])
+        return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+    def _copy(self, changed: Tensor) -> None:
+        """Give kept tensors that share memory with this one memory of their own."""
+        memory = changed.untyped_storage()._cdata
+        for kept in tree_leaves([list(entries.values()) for entries in self.storage.values()]):
+            value = getattr(kept, "val", None)
+            if isinstance(value, Tensor) and value.untyped_storage()._cdata == memory:
+                kept.val = value.clone()
+                kept.version = kept.val._version
+
+
+@cache
+def _changed(operation: Any) -> tuple[int, ...]:
+    """Places of the arguments that an operation (`torch._ops.OpOverload`) changes in place."""
+    arguments = operation._schema.arguments if operation._schema.is_mutable else ()
+    return tuple(place for place, one in enumerate(arguments) if one.alias_info and one.alias_info.is_write)
 
 
 @contextmanager

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from planner.executor.failure import read_failure, write_failure
+from planner.spec.profile import RecomputeMode
 from profiler.cut import cut_model
+from profiler.recompute import recompute
 
 
 def test_first_and_last_layer_of_a_sequential_are_kinds_of_their_own() -> None:
@@ -33,3 +35,15 @@ def test_rank_ended_while_it_reports_leaves_no_torn_report(tmp_path: Path, monke
     with pytest.raises(KeyboardInterrupt):
         write_failure(tmp_path, 0, RuntimeError("connection closed by peer"))
     assert "no port" in str(read_failure(tmp_path, "no port"))
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_activation_in_place_behind_a_recomputed_product(mode: RecomputeMode) -> None:
+    """What `selective` keeps was changed before the backward read it: VGG's convolutions, gpt-oss's biased experts."""
+    plain = nn.Sequential(nn.Conv2d(3, 4, kernel_size=3), nn.SiLU(inplace=True), nn.Flatten(), nn.Linear(16, 2))
+    torch.manual_seed(0)
+    images = torch.randn(2, 3, 4, 4)
+    expected = torch.autograd.grad(plain(images).square().sum(), list(plain.parameters()))
+    recompute(plain, mode)
+    found = torch.autograd.grad(plain(images).square().sum(), list(plain.parameters()))
+    torch.testing.assert_close(found, expected)
