@@ -16,6 +16,7 @@ settings.register_profile("house", deadline=None, derandomize=True, suppress_hea
 settings.load_profile("house")
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups that `_spread` makes
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip the tests whose marker asks for something that is not here; see also `_spread`."""
     reasons = {"gpu": _no_cuda(), "browser": _no_browser()} if items else {}

@@ -19,7 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from planner import search
 from planner.executor import Executor, replicas
+from planner.executor import executor as executor_module
 from planner.executor.materialise import materialise
+from planner.executor.mesh import build_mesh
 from planner.executor.reference import train_reference
 from planner.spec import Plan
 from profiler.models import ModelSource
@@ -244,6 +246,12 @@ def source_of_case(model: str) -> ModelSource:
     return source_of(model, Path(tempfile.mkdtemp()))
 
 
+def share_groups() -> None:
+    """Let runs of one grid have the same process groups: gloo has a thread for each that wakes a hundred times a
+    second, and those of many cases would keep a machine busy."""
+    executor_module.build_mesh = cache(build_mesh)
+
+
 def run_overflow() -> dict[str, Any]:
     """Two steps of which rank 0 alone spoils a gradient in the first; on rank 0.
 
@@ -325,6 +333,7 @@ def main() -> None:
     """Run the cases of this world size; rank 0 writes their differences to the file that is named."""
     torch.set_num_threads(1)
     replicas.BUCKET_BYTES = 8192  # several buckets even for tiny models
+    share_groups()
     dist.init_process_group("gloo")
     from tests.torchrun import piece_cases  # which takes `Case` from here
 

@@ -20,7 +20,7 @@ from planner.executor.settings import CheckpointPolicy
 from planner.spec import MeasuredRun, Plan
 from profiler.models import ModelSource
 from tests.executor.plans import make_plan
-from tests.torchrun.cases import source_of_case
+from tests.torchrun.cases import share_groups, source_of_case
 
 HALF, WHOLE = 10, 20
 SETTINGS: dict[str, Any] = {"seed": 3, "device": "cpu", "timeout_seconds": 60, "max_gradient_norm": 0.5}
@@ -212,6 +212,7 @@ def scaled_losses(folder: Path) -> dict[str, Any]:
 def main() -> int:
     """Run all; rank 0 writes the results."""
     torch.set_num_threads(1)
+    share_groups()
     dist.init_process_group("gloo")
     output = Path(sys.argv[1])
     results = {

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from planner.executor import replicas
 from tests.torchrun import derived_cases
-from tests.torchrun.cases import ONE_STEP, SHORT, Case, run
+from tests.torchrun.cases import ONE_STEP, SHORT, Case, run, share_groups
 
 SHARED: dict[str, Any] = {"tensor": 2, "sequence_parallel": True}
 SGD: dict[str, Any] = {"optimizer": "sgd"}
@@ -119,6 +119,7 @@ def main() -> None:
     """Run the cases of this world size; rank 0 writes their differences to the file that is named."""
     torch.set_num_threads(1)
     replicas.BUCKET_BYTES = 8192  # several buckets even for tiny models
+    share_groups()
     dist.init_process_group("gloo")
     cases = CASES[dist.get_world_size()]
     results = {name: run(cases[name]) for name in sys.argv[2:] or cases}

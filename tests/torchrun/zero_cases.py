@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.torchrun.cases import IN_A_LOOP, IN_A_V, ONE_STEP, SHORT, STEEP_LOSS, Case, run
+from tests.torchrun.cases import IN_A_LOOP, IN_A_V, ONE_STEP, SHORT, STEEP_LOSS, Case, run, share_groups
 from tests.torchrun.offload_cases import OFFLOADED, OFFLOADED_IN_HALF, resumed
 
 FAST: dict[str, Any] = {"steps": 3, "learning_rate": 1e-3}
@@ -93,6 +93,7 @@ HALF = {
 def main() -> None:
     """Run all cases; rank 0 writes their differences to the file that is named."""
     torch.set_num_threads(1)
+    share_groups()
     dist.init_process_group("gloo")
     cases = {**CASES, **HALF, **OFFLOADED, **OFFLOADED_IN_HALF}
     results = {name: run(cases[name]) for name in sys.argv[2:] or cases}
