@@ -11,7 +11,6 @@ to s + k - 1, and is followed there by the backward of j + k. These k micro-batc
           of the k ranks, whose other micro-batches follow each other. It holds where M > u(s)
     (H5)  for k = 2: no stage map is faster than the path whose dearest pair of neighbouring segments is cheapest, and
           what lies on no path of pairs below the limit is struck out                -> Neighbours.through(), .path()
-    (H6)  for any k as cuts of the master problem                                    -> round_trip()
 
 Where M <= u(s), as under gpipe, nobody waits but once: R is all that a pair tells.
 """
@@ -28,7 +27,7 @@ import numpy as np
 
 from planner.search.bounds import warm_ups
 from planner.search.lanes import Lane
-from planner.search.paths import NEVER, Cut, Path, Ways
+from planner.search.paths import NEVER, Path, Ways
 from planner.search.segments import Mask, Table
 
 _BLOCK = 2**20
@@ -162,23 +161,3 @@ def _blocks(y: slice, x: slice, z: slice) -> Iterator[slice]:
 def _column(values: Sequence[int]) -> Table:
     """One value per rank, to multiply a table [s, x, y] with."""
     return np.array(values, dtype=np.int64)[:, None, None]
-
-
-def round_trip(ranks: int, warm_up: Sequence[int], micro_batches: int, first: int, count: int) -> Cut:
-    """The path of (5c) around so many ranks, with what is left over on the first of them.
-
-    Args:
-        ranks: P.
-        warm_up: u(s).
-        micro_batches: M, more than u(s).
-        first: s.
-        count: k, at most u(s).
-    """
-    further = micro_batches - 1 - warm_up[first]
-    turns, left = further // count, further % count
-    inside = [first <= rank < first + count for rank in range(ranks)]
-    ways = [1 + turns * here + (rank >= first) for rank, here in enumerate(inside)]
-    ways[first] += left
-    again = [turns * (here and there) for here, there in pairwise(inside)]
-    transfer = [2 * (1 + more + (rank >= first)) for rank, more in enumerate(again)]
-    return Cut(tuple(ways), tuple(ways), tuple(transfer), 0)
