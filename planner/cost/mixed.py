@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
 
 from planner.cost.communication import Group
 from planner.cost.groups import Groups
@@ -240,28 +239,6 @@ def _nearest(work: Workload, ranks: int) -> Group:
     return _ALONE
 
 
-def boundary_links(work: Workload, layout: Layout, column: Column) -> tuple[Link, ...]:
-    """Behind every pipeline rank of a column but the last: equation (V4).
-
-    Args:
-        work: of the cluster.
-        layout: of whose columns it is one.
-        column: of alike data ranks.
-    """
-    sites, of, groups = _sites(_sizes(work)), strides(layout), work.groups or (work,)
-    size = layout.context_parallel_degree * layout.tensor_parallel_degree
-    links = []
-    for stage, (own, other) in enumerate(pairwise(column.groups)):
-        here, there = groups[own], groups[other]
-        ranks = [of.rank(stage, data, 0, 0) + each for data in column.data_ranks for each in range(size)]
-        crosses = any(sites.domains[rank] != sites.domains[rank + of.pipeline] for rank in ranks)
-        if here is not there:
-            links.append(_slowest([_network(each) for each in (here, there)]))
-        else:
-            links.append(here.inter_node if crosses and here.inter_node else here.intra_node)
-    return tuple(links)
-
-
 class _Pricing:
     """Prices the ranks of one layout."""
 
@@ -275,7 +252,7 @@ class _Pricing:
     def column(self, column: Column) -> LayoutCosts:
         """A column: each of its pipeline ranks, and what is least of them."""
         ranks = tuple(self._rank(column, pipeline) for pipeline in range(self.layout.pipeline_parallel_degree))
-        links = boundary_links(self.work, self.layout, column)
+        links = tuple(self._boundary(column, stage) for stage in range(len(ranks) - 1))
         return replace(
             _least(ranks), work=self.work, micro_batches=column.micro_batches, ranks=ranks, boundary_links=links
         )
@@ -317,6 +294,17 @@ class _Pricing:
         links = (_slowest([each.intra_node for each in those]), _slowest([_network(each) for each in those]))
         names = ("data", "expert_data", "shard", "expert_shard", "copies")
         return replace(groups, **{name: replace(getattr(groups, name), links=links) for name in names})
+
+    def _boundary(self, column: Column, stage: int) -> Link:
+        """Equation (V4)."""
+        here, there = (self.groups[column.groups[each]] for each in (stage, stage + 1))
+        if here is not there:
+            return _slowest([_network(each) for each in (here, there)])
+        of, size = strides(self.layout), self.layout.context_parallel_degree * self.layout.tensor_parallel_degree
+        first = [of.rank(stage, data, 0, 0) for data in column.data_ranks]
+        ranks = [start + each for start in first for each in range(size)]
+        crosses = any(self.sites.domains[rank] != self.sites.domains[rank + of.pipeline] for rank in ranks)
+        return here.inter_node if crosses and here.inter_node else here.intra_node
 
 
 def _sizes(work: Workload) -> tuple[tuple[int, int], ...]:

@@ -18,23 +18,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
 
-from planner.cost import RECEIVE_BUFFERS, TICK_SECONDS, LayerCost, LayoutCosts, Workload, reserved_bytes
-from planner.cost.mixed import boundary_links, columns_of, mixed_costs, nearest_costs
-from planner.cost.shared import skip_costs
-from planner.search.bounds import room_bytes
+from planner.cost import LayerCost, LayoutCosts, Workload, reserved_bytes
+from planner.cost.mixed import columns_of, mixed_costs, nearest_costs, standings
+from planner.search.bounds import room_bytes, warm_ups
 from planner.search.lanes import modes_on
 from planner.search.segments import LayerModes
 from planner.search.space import Family, Zero
-from planner.search.spread import ROUNDING, Floats, RankLoad, Rows, Spread
+from planner.search.spread import ROUNDING, Floats, RankLoad, Spread
 from planner.search.standing import Speeds
-from planner.spec.cluster import Link
-from planner.spec.layout import Layout
 from planner.spec.profile import ModelProfile
 
 _LESS = 1 - 1e-6
@@ -76,19 +72,10 @@ class _Bounding:
     def __init__(self, work: Workload, family: Family, limit_ticks: int) -> None:
         self.work, self.limit = work, limit_ticks
         layout = family.layout(Zero(0), family.orders[0])
-        sizes = _crossing_bytes(work, layout, family)
-        self.columns = {
-            (column.groups, column.micro_batches): _Boundaries(sizes, boundary_links(work, layout, column))
-            for column in columns_of(work, layout)
-        }
-        self.schedules = sorted({order.schedule for order in family.orders})  # 1f1b first: it is mostly the better one
-        self.rows = {
-            (column, schedule): boundaries.rows(column[1], schedule)
-            for column, boundaries in self.columns.items()
-            for schedule in self.schedules
-        }
+        rows, shares = standings(work, layout), layout.shares(work.job.global_batch_size)
+        assert rows is not None, "cells of a family stand in one node group each"
+        self.columns = dict.fromkeys(zip(rows, shares, strict=True))
         self.known: dict[_Column, Floats] = {}
-        """Weights and prices of the first schedule; what they tell of another is mostly enough."""
 
     def least(self, family: Family) -> int:
         """Ticks that no layout beats under gpipe and 1f1b, with exchanges for nothing: equation (U4)."""
@@ -96,83 +83,27 @@ class _Bounding:
 
     def of_part(self, part: Family) -> int:
         """The same with what the part exchanges: equation (U7)."""
-        told = self._bound(part, {}, only_known=True)
-        return told if told >= self.limit else self._bound(part, _exchanges(self.work, part))
+        for column in self.columns:
+            rows, spread = self.known[column], self._spread(part, column, None)
+            told = spread.dual(rows[: len(column[0])], rows[len(column[0]) :]) * spread.ticks
+            if told >= self.limit * (1 + ROUNDING):
+                return self.limit
+        return self._bound(part, _exchanges(self.work, part))
 
-    def _bound(
-        self, family: Family, rates: dict[_Column, list[tuple[float, float]]], *, only_known: bool = False
-    ) -> int:
-        """Of the slowest column, under the schedule that is best for it."""
+    def _bound(self, family: Family, rates: dict[_Column, list[tuple[float, float]]]) -> int:
         bound = 0
         for column in self.columns:
-            least = self.limit
-            for schedule in self.schedules:
-                spread = self._spread(family, column, rates.get(column), schedule)
-                if only_known or (schedule != self.schedules[0] and column in self.known):
-                    least = min(least, spread.told(self.known[column]) if column in self.known else 0)
-                elif least > bound:
-                    ticks, self.known[column] = spread.bound_and_rows(least, self.known.get(column))
-                    least = min(least, ticks)
-            bound = max(bound, least)
+            spread = self._spread(family, column, rates.get(column))
+            ticks, self.known[column] = spread.bound_and_rows(self.limit, self.known.get(column))
+            bound = max(bound, ticks)
         return bound
 
-    def _spread(
-        self, family: Family, column: _Column, rates: list[tuple[float, float]] | None, schedule: str
-    ) -> Spread:
+    def _spread(self, family: Family, column: _Column, rates: list[tuple[float, float]] | None) -> Spread:
         row, share = column
         loads = {place: _nearest_load(self.work.groups[place], family) for place in set(row)}
         taken = rates or [(0.0, 0.0)] * len(row)
         ranks = [loads[place].with_exchanges(*each) for place, each in zip(row, taken, strict=True)]
-        return self.columns[column].spread(ranks, share, schedule, self.rows[column, schedule])
-
-
-@dataclass(frozen=True)
-class _Boundaries:
-    """What crosses the boundaries of a column's stages, at least."""
-
-    sizes: Floats
-    """Bytes behind every layer of the model but the last, the fewest first."""
-    links: tuple[Link, ...]
-    """Behind every rank but the last."""
-
-    @cached_property
-    def _slowness(self) -> Floats:
-        return np.array([1 / link.bandwidth_bytes_per_second for link in self.links])
-
-    def moved_ticks(self, behind: range) -> float:
-        """Of one transfer behind each of these ranks together: the fewest bytes go over the slowest link, the next
-        fewest over the next (rearrangement inequality): equation (U9)."""
-        slowest_first = np.sort(self._slowness[behind.start : behind.stop])[::-1]
-        latency = sum(self.links[rank].latency_seconds for rank in behind)
-        return max(0.0, (latency + float(slowest_first @ self.sizes[: len(behind)])) / TICK_SECONDS - len(behind))
-
-    def rows(self, count: int, schedule: str) -> Rows:
-        """Of so many micro-batches under gpipe or 1f1b."""
-        return Rows.of(len(self.links) + 1, count, None if schedule == "gpipe" else self.moved_ticks)
-
-    def spread(self, ranks: Sequence[RankLoad], count: int, schedule: str, rows: Rows) -> Spread:
-        """The linear programme of a column."""
-        last = len(ranks) - 1
-        in_flight = [count if schedule == "gpipe" else min(count, len(ranks) - rank) for rank in range(len(ranks))]
-        roomy = []
-        for rank, (load, units) in enumerate(zip(ranks, in_flight, strict=True)):
-            crossed = RECEIVE_BUFFERS * (rank > 0) + (units + RECEIVE_BUFFERS) * (rank < last)
-            kept = crossed * int(self.sizes[0]) if crossed else 0
-            roomy.append(replace(load, room_bytes=load.room_bytes - kept))
-        return Spread.of(roomy, rows, in_flight)
-
-
-def _crossing_bytes(work: Workload, layout: Layout, family: Family) -> Floats:
-    """Of every boundary that a model has, the fewest first."""
-    key = ("crossing", family.split)
-    if key not in work.spent:
-        outputs = [next(iter(options.values())).output_bytes for options in nearest_costs(work.groups[0], family.split)]
-        sizes = np.array(outputs, dtype=np.float64)
-        for skip in skip_costs(work, layout):
-            sizes[skip.producer : skip.consumer] += skip.bytes
-        work.spent[key] = np.sort(sizes[:-1])
-    found: Floats = work.spent[key]
-    return found
+        return Spread.of(ranks, share, [min(share, len(row) - rank) for rank in range(len(row))])
 
 
 _Column = tuple[tuple[int, ...], int]
@@ -268,14 +199,11 @@ def priced_bound(costs: LayoutCosts, modes: Sequence[LayerModes], limit_ticks: i
         modes: allowed recompute choices of every layer.
         limit_ticks: what is no better is not told more exactly.
     """
-    bound, sizes = 0, np.sort(np.array(costs.all_boundary_bytes()[:-1], dtype=np.float64))
-    schedule = costs.layout.schedule
+    bound = 0
     for column in costs.columns:
         loads = {id(own.layers): _priced_load(own, modes) for own in column.ranks}
         ranks = [loads[id(own.layers)] for own in column.ranks]
-        boundaries, count = _Boundaries(sizes, column.links), column.micro_batches
-        spread = boundaries.spread(ranks, count, schedule, boundaries.rows(count, schedule))
-        bound = max(bound, spread.bound(limit_ticks))
+        bound = max(bound, Spread.of(ranks, column.micro_batches, warm_ups(column)).bound(limit_ticks))
     return bound
 
 

@@ -1,27 +1,27 @@
 """A lower bound where pipeline ranks differ: what a step takes if layers could be cut, and spread over ranks freely.
 
-A column of alike data ranks has pipeline ranks p, each with room R(p), on which layer l in recompute mode r takes t
-ticks forward and backward, holds o bytes of OGP and a bytes of activations per micro-batch. With M micro-batches,
+A column of alike data ranks has pipeline ranks p, each with room R(p), on which layer l in recompute mode r takes f and
+b ticks forward and backward, holds o bytes of OGP and a bytes of activations per micro-batch. With M micro-batches,
 u(p) = min(M, P - p), and x(p, l, r) the fraction of a layer that is on a rank in a mode, no stage map that fits beats
 
-    (U1)  least T such that every layer is somewhere, sum over p, r of x = 1, and for every row i of `Rows`
-          T >= C(i) + sum of (1 + B(i, p)) t x, and of the tails on rank 0, where the last gradient comes up    (S3)
-          and for every rank R >= sum over l, r of (o + u a) x; under gpipe M a                            (M1), (M2)
-    (U2)  any weights q(i) >= 0 of sum 1 and prices m(p) >= 0 of its bytes tell that (Lagrange)
-          T >= q C + sum over l of the least over p, r of t (1 + q B) + m (o + u a), less sum of m R   -> Spread.dual()
+    (U1)  least T such that every layer is somewhere, sum over p, r of x = 1, and for every rank
+          T >= W + sum over l, r of ((M - u) f + (M - 1) b) x, W = sum of (f + b) x over all ranks      (B2)
+               and of the tails on rank 0, where the last gradient comes up                             (S3)
+          R >= sum over l, r of (o + u a) x; under gpipe M a                                           (M1), (M2)
+    (U2)  any weights q(p) >= 0 of sum 1 and prices m(p) >= 0 of its bytes tell that (Lagrange)
+          T >= sum over l of the least over p, r of f + b + q ((M - u) f + (M - 1) b) + m (o + u a), less sum of m R
+                                                                                                       -> Spread.dual()
     (U3)  the q and m for which (U2) tells most are the dual solution of (U1). They are approached from inside by
           Newton steps towards a falling barrier (primal-dual interior point method: Mehrotra 1992); whatever they are
-          then, (U2) holds. Where many layers differ, they are told of a few bundles of them           -> Spread.bound()
-    (U8)  the rows are (5c) of `planner.search.round_trips`, around one rank, around two neighbours, and around all from
-          some rank on; where M <= u(p), rank p alone, (5a), and half of (5b)'s backwards                  -> Rows.of()
+          then, (U2) holds                                                                             -> Spread.bound()
 
-(5c) holds for gpipe as well, where all forwards come before the backwards, but there nobody pays for more than one
-round of transfers. Temporaries count nothing. Layers that cost the same are one kind.
+(B2) holds for gpipe as well, where all forwards come before the backwards. Transfers and temporaries count nothing.
+Layers that cost the same are one kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,18 +33,13 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 _STEPS = 30
 """Newton steps at most; about fifteen are enough."""
-_CLOSE = 4e-3
+_CLOSE = 1e-3
 """Relative gap at which the next step is not worth its time."""
 _INSIDE = 0.9
 """Part of the way to the nearest face that a step goes."""
 ROUNDING = 1e-9
 """Of floating-point sums, for bounds that must not be too high."""
 _MOST_TICKS = 2.0**53
-_FACTORS = (8.0, 64.0, 512.0, 4096.0)
-_MOST_FIRST = 8
-"""Ranks that rows start with; of more, some are left out, which weakens the bound."""
-_MOST_KINDS = 16
-"""Of layers, for which weights and prices are looked for; they are judged by all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,85 +66,36 @@ class RankLoad:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """What the time of a step is no less than, besides one micro-batch on all ranks: equation (U8)."""
-
-    fixed: Floats
-    """C, ticks of transfers, [row]."""
-    again: Floats
-    """B, further micro-batches, [row, rank]."""
-
-    @classmethod
-    def of(cls, ranks: int, micro_batches: int, moved: Moved | None = None) -> Self:
-        """Of a column.
-
-        Args:
-            ranks: P.
-            micro_batches: M.
-            moved: under 1f1b, ticks of one transfer behind each of these ranks together, at least; None: transfers
-                count nothing.
-        """
-        step = -(-ranks // _MOST_FIRST)
-        starts = sorted({*range(0, ranks, step), ranks - 1})
-        found = [each for first in starts for each in _rows_of(first, ranks, micro_batches, moved or _nothing)]
-        return cls(np.array([fixed for fixed, _ in found]), np.stack([again for _, again in found]))
-
-
-Moved = Callable[[range], float]
-
-
-def _nothing(ranks: range) -> float:
-    return 0.0
-
-
-def _rows_of(first: int, ranks: int, count: int, moved: Moved) -> Iterator[tuple[float, Floats]]:
-    """The rows of a rank."""
-    units, place, last = ranks - first, np.arange(ranks), ranks - 1
-    if count <= units:
-        yield 2 * moved(range(last)), (count - 1) / 2 * (place == first)
-        yield 2 * moved(range(first)), (count - 1) * (place == first) - 1.0 * (place > first)
-        return
-    for around in sorted({1, 2, units}):
-        if around <= units:
-            turns, left = divmod(count - 1 - units, around)
-            again = turns * ((place >= first) & (place < first + around)) + (place >= first) + left * (place == first)
-            whole = moved(range(last)) + moved(range(first, last))
-            yield 2 * (whole + turns * moved(range(first, first + around - 1))), again.astype(np.float64)
-
-
-@dataclass(frozen=True)
 class Spread:
     """The linear programme (U1) of one column, with ticks and bytes scaled to about 1."""
 
     once: Floats
-    """t, [rank, kind, mode], with the tails on rank 0."""
-    work: Floats
-    """t."""
+    """f + b, [rank, kind, mode]."""
+    later: Floats
+    """(M - u) f + (M - 1) b."""
     held: Floats
     """(o + u a) / R."""
-    rows: Rows
     ticks: float
     """That the scaled 1 stands for."""
 
     @classmethod
-    def of(cls, ranks: Sequence[RankLoad], rows: Rows, in_flight: Sequence[int]) -> Self:
+    def of(cls, ranks: Sequence[RankLoad], micro_batches: int, in_flight: Sequence[int]) -> Self:
         """A column.
 
         Args:
             ranks: its pipeline ranks, in order.
-            rows: of as many ranks.
-            in_flight: how many micro-batches every rank holds at once, at least.
+            micro_batches: M.
+            in_flight: how many of them every rank holds at once, at least.
         """
-        work = np.stack([each.forward + each.backward for each in ranks])
-        once = work.copy()
+        count, places = micro_batches, range(len(ranks))
+        ahead = [min(count, len(ranks) - place) for place in places]
+        once = np.stack([each.forward + each.backward for each in ranks])
         once[0] += ranks[0].tail
-        bytes_ = np.stack(
-            [load.ogp_bytes + units * load.activation_bytes for load, units in zip(ranks, in_flight, strict=True)]
-        )
+        later = np.stack([(count - ahead[p]) * ranks[p].forward + (count - 1) * ranks[p].backward for p in places])
+        bytes_ = np.stack([ranks[p].ogp_bytes + in_flight[p] * ranks[p].activation_bytes for p in places])
         held = bytes_ / np.array([max(1, each.room_bytes) for each in ranks])[:, None, None]
-        even = rows.again.mean(axis=0)[:, None, None] * work
-        scale = max(1.0, float((once + even).mean(axis=(0, 2)).sum()))
-        return cls(once / scale, work / scale, held, replace(rows, fixed=rows.fixed / scale), scale)
+        scale = max(1.0, float((once + later / len(ranks)).mean(axis=(0, 2)).sum()))
+        return cls(once / scale, later / scale, held, scale)
 
     def dual(self, weights: Floats, prices: Floats) -> float:
         """Scaled ticks by (U2).
@@ -158,17 +104,8 @@ class Spread:
             weights: q, of sum 1.
             prices: m R, not negative.
         """
-        again = weights @ self.rows.again
-        reduced = self.once + again[:, None, None] * self.work + prices[:, None, None] * self.held
-        return float(reduced.min(axis=(0, 2)).sum() - prices.sum() + weights @ self.rows.fixed)
-
-    def told(self, rows: Floats) -> int:
-        """Ticks by (U2), by weights and prices in one row."""
-        count = len(self.rows.fixed)
-        return self._in_ticks(self.dual(rows[:count], rows[count:]))
-
-    def _in_ticks(self, scaled: float) -> int:
-        return max(0, int(min(_MOST_TICKS, scaled * self.ticks * (1 - ROUNDING))))
+        reduced = self.once + weights[:, None, None] * self.later + prices[:, None, None] * self.held
+        return float(reduced.min(axis=(0, 2)).sum() - prices.sum())
 
     def bound(self, enough_ticks: float = _MOST_TICKS) -> int:
         """Ticks by (U3); what is at least `enough_ticks` need not be told more exactly."""
@@ -181,45 +118,25 @@ class Spread:
             enough_ticks: that need not be told more exactly.
             known: weights and prices of a similar column, which may tell enough at once.
         """
-        count, coarse = len(self.rows.fixed), self.bundled()
-        rows = np.concatenate([np.full(count, 1 / count), np.full(len(self.once), 1 / len(self.once))])
-        rows = max((rows if known is None else known, *_dear(rows, count)), key=self.told)
-        best, point, reached = self.dual(rows[:count], rows[count:]), _Point.first(coarse), 0.0
+        ranks = len(self.once)
+        rows = np.full(2 * ranks, 1 / ranks) if known is None else known
+        best, point = self.dual(rows[:ranks], rows[ranks:]), _Point.first(self)
         with np.errstate(all="ignore"), suppress(np.linalg.LinAlgError):  # where nothing fits, the prices have no limit
             for _ in range(_STEPS):
-                is_close = point.misses < _CLOSE and point.step - reached <= _CLOSE * reached
+                is_close = point.misses < _CLOSE and point.step - best <= _CLOSE * best
                 if best * self.ticks >= enough_ticks or is_close:
                     break
-                point = point.moved(coarse)
-                tried = point.dual_rows / point.dual_rows[:count].sum()
-                reached = max(reached, coarse.dual(tried[:count], tried[count:]))
-                told = self.dual(tried[:count], tried[count:])
+                point = point.moved(self)
+                tried = point.dual_rows / point.dual_rows[:ranks].sum()
+                told = self.dual(tried[:ranks], tried[ranks:])
                 best, rows = (told, tried) if told > best else (best, rows)
-        return self._in_ticks(best), rows
-
-    def bundled(self) -> Spread:
-        """A few bundles of kinds that take like much time for their bytes; itself, where there are few kinds."""
-        kinds = self.once.shape[1]
-        if kinds <= _MOST_KINDS:
-            return self
-        order = np.argsort((self.held / np.maximum(1e-12, self.work)).mean(axis=(0, 2)), kind="stable")
-        starts = np.linspace(0, kinds, _MOST_KINDS, endpoint=False).astype(np.intp)
-        once, work, held = (
-            np.add.reduceat(each[:, order], starts, axis=1) for each in (self.once, self.work, self.held)
-        )
-        return replace(self, once=once, work=work, held=held)
+        return max(0, int(min(_MOST_TICKS, best * self.ticks * (1 - ROUNDING)))), rows
 
     @cached_property
     def squares(self) -> tuple[Floats, ...]:
         """Products of the rows' coefficients."""
-        once, work, held = self.once, self.work, self.held
-        return once * once, once * work, work * work, once * held, work * held, held * held
-
-
-def _dear(rows: Floats, count: int) -> Iterator[Floats]:
-    """The same weights with higher and higher prices: where nothing fits, these tell it at once."""
-    for factor in _FACTORS:
-        yield np.concatenate([rows[:count], factor * rows[count:]])
+        once, later, held = self.once, self.later, self.held
+        return once * once, once * later, later * later, once * held, later * held, held * held
 
 
 @dataclass(frozen=True)
@@ -244,14 +161,13 @@ class _Point:
     @classmethod
     def first(cls, spread: Spread) -> Self:
         """Every layer everywhere, in equal parts."""
-        (ranks, kinds, modes), count = spread.once.shape, len(spread.rows.fixed)
+        ranks, kinds, modes = spread.once.shape
         parts = np.full(spread.once.shape, 1 / (ranks * modes))
         rows = _rows(spread, parts)
-        step = 1.5 * float(rows[:count].max())
-        slacks = np.maximum(0.1, np.concatenate([step - rows[:count], 1 - rows[count:]]))
-        dual = np.concatenate([np.full(count, 1 / count), np.full(ranks, 1 / ranks)])
-        again = spread.rows.again.mean(axis=0)[:, None, None] * spread.work
-        dual_parts = np.maximum(1e-3 / kinds, spread.once + again + spread.held / ranks)
+        step = 1.5 * float(rows[:ranks].max())
+        slacks = np.maximum(0.1, np.concatenate([step - rows[:ranks], 1 - rows[ranks:]]))
+        dual = np.full(2 * ranks, 1 / ranks)
+        dual_parts = np.maximum(1e-3 / kinds, spread.once + spread.later / ranks + spread.held / ranks)
         return cls(parts, step, slacks, dual, np.zeros(kinds), dual_parts, 0.1)
 
     def moved(self, spread: Spread) -> _Point:
@@ -299,16 +215,16 @@ def _lowest(here: Floats, change: Floats) -> float:
 
 
 def _rows(spread: Spread, parts: Floats) -> Floats:
-    """Left sides of the rows without T: ticks, then bytes of every rank."""
-    ticks = spread.rows.fixed + (spread.once * parts).sum() + spread.rows.again @ (spread.work * parts).sum(axis=(1, 2))
+    """Left sides of the rows without T: ticks of every rank, then bytes."""
+    ticks = (spread.once * parts).sum() + (spread.later * parts).sum(axis=(1, 2))
     return np.concatenate([ticks, (spread.held * parts).sum(axis=(1, 2))])
 
 
 def _columns(spread: Spread, rows: Floats) -> Floats:
     """Of every part, the sum of its coefficients times the rows' values."""
-    count = len(spread.rows.fixed)
-    ticks = rows[:count].sum() * spread.once + (rows[:count] @ spread.rows.again)[:, None, None] * spread.work
-    columns: Floats = ticks + rows[count:, None, None] * spread.held
+    ranks = len(spread.once)
+    ticks = rows[:ranks].sum() * spread.once + rows[:ranks, None, None] * spread.later
+    columns: Floats = ticks + rows[ranks:, None, None] * spread.held
     return columns
 
 
@@ -317,13 +233,13 @@ class _Newton:
 
     def __init__(self, spread: Spread, point: _Point) -> None:
         self.spread, self.point = spread, point
-        count = len(spread.rows.fixed)
-        self.ends = np.concatenate([np.ones(count), np.zeros(len(spread.once))])
+        ranks = len(spread.once)
+        self.ends = np.concatenate([np.ones(ranks), np.zeros(ranks)])
         # What is missed: rows, layers, parts' prices, the price of T.
         self.of_rows = 1 - self.ends + self.ends * point.step - point.slacks - _rows(spread, point.parts)
         self.of_layers = 1 - point.parts.sum(axis=(0, 2))
         self.of_parts = _columns(spread, point.dual_rows) - point.dual_layers[:, None] - point.dual_parts
-        self.of_step = 1 - float(point.dual_rows[:count].sum()) - point.dual_step
+        self.of_step = 1 - float(point.dual_rows[:ranks].sum()) - point.dual_step
         self.misses = float(max(abs(self.of_rows).max(), abs(self.of_layers).max()))
         self.scale = point.parts / point.dual_parts
         self.layers = self.scale.sum(axis=(0, 2))
@@ -333,23 +249,23 @@ class _Newton:
     def _mixed(self) -> Floats:
         """[row, kind]."""
         once = (self.spread.once * self.scale).sum(axis=(0, 2))
-        work = (self.spread.work * self.scale).sum(axis=2)
+        later = (self.spread.later * self.scale).sum(axis=2)
         held = (self.spread.held * self.scale).sum(axis=2)
-        return np.concatenate([once[None, :] + self.spread.rows.again @ work, held])
+        return np.concatenate([once[None, :] + later, held])
 
     def _matrix(self) -> Floats:
         """A X/Z A' and slacks, without the layers."""
-        spread, point, again = self.spread, self.point, self.spread.rows.again
+        spread, point, ranks = self.spread, self.point, len(self.spread.once)
         sums = [(each * self.scale).sum(axis=(1, 2)) for each in spread.squares]
-        once, once_work, work, once_held, work_held, held = sums
-        count, joint = len(again), again @ once_work
-        matrix = np.zeros((count + len(held),) * 2)
-        matrix[:count, :count] = once.sum() + joint[None, :] + joint[:, None] + (again * work) @ again.T
-        matrix[:count, count:] = once_held[None, :] + again * work_held
-        matrix[count:, :count] = matrix[:count, count:].T
-        matrix[count:, count:] = np.diag(held)
+        once, once_later, later, once_held, later_held, held = sums
+        matrix = np.zeros((2 * ranks, 2 * ranks))
+        matrix[:ranks, :ranks] = once.sum() + once_later[None, :] + once_later[:, None] + np.diag(later)
+        matrix[:ranks, ranks:] = once_held[None, :] + np.diag(later_held)
+        matrix[ranks:, :ranks] = matrix[:ranks, ranks:].T
+        matrix[ranks:, ranks:] = np.diag(held)
         matrix += np.diag(point.slacks / point.dual_rows)
-        matrix -= (self.mixed / self.layers) @ self.mixed.T
+        # Not by BLAS: its threads take longer to start than so small a product takes.
+        matrix -= np.einsum("ik,jk->ij", self.mixed / self.layers, self.mixed)
         matrix += np.outer(self.ends, self.ends) * point.step / point.dual_step
         return matrix
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ortools.linear_solver import pywraplp
 
-from planner.search.spread import RankLoad, Rows, Spread
+from planner.search.spread import RankLoad, Spread
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,6 @@ class Column:
 
     ranks: tuple[RankLoad, ...]
     micro_batches: int
-
-    @property
-    def rows(self) -> Rows:
-        """Without transfers."""
-        return Rows.of(len(self.ranks), self.micro_batches)
 
     @property
     def in_flight(self) -> list[int]:
@@ -49,25 +44,20 @@ def columns(draw: st.DrawFn) -> Column:
 
 def least_ticks(column: Column) -> float | None:
     """(U1), written out; None: there is no room."""
-    solver, rows = pywraplp.Solver.CreateSolver("GLOP"), column.rows
+    count, solver = column.micro_batches, pywraplp.Solver.CreateSolver("GLOP")
     kinds, modes = column.ranks[0].forward.shape
     places = [(rank, kind, mode) for rank in range(len(column.ranks)) for kind in range(kinds) for mode in range(modes)]
     x = {place: solver.NumVar(0, 1, "") for place in places}
     step = solver.NumVar(0, solver.infinity(), "T")
     for kind in range(kinds):
         solver.Add(sum(part for place, part in x.items() if place[1] == kind) == 1)
-    ticks = {
-        place: column.ranks[place[0]].forward[place[1:]] + column.ranks[place[0]].backward[place[1:]] for place in x
-    }
-    for fixed, again in zip(rows.fixed, rows.again, strict=True):
-        solver.Add(step >= fixed + sum((1 + again[place[0]]) * ticks[place] * part for place, part in x.items()))
+    once = sum((column.ranks[p].forward[k, m] + column.ranks[p].backward[k, m]) * x[p, k, m] for p, k, m in places)
     for rank, (load, units) in enumerate(zip(column.ranks, column.in_flight, strict=True)):
-        mine = [
-            (part, load.ogp_bytes[at[1:]] + units * load.activation_bytes[at[1:]])
-            for at, part in x.items()
-            if at[0] == rank
-        ]
-        solver.Add(sum(size * part for part, size in mine) <= load.room_bytes)
+        mine = [(x[place], place[1:]) for place in places if place[0] == rank]
+        later = [(count - units) * load.forward[at] + (count - 1) * load.backward[at] for _, at in mine]
+        held = [load.ogp_bytes[at] + units * load.activation_bytes[at] for _, at in mine]
+        solver.Add(step >= once + sum(ticks * part for ticks, (part, _) in zip(later, mine, strict=True)))
+        solver.Add(sum(size * part for size, (part, _) in zip(held, mine, strict=True)) <= load.room_bytes)
     solver.Minimize(step)
     return float(step.solution_value()) if solver.Solve() == pywraplp.Solver.OPTIMAL else None
 
@@ -77,7 +67,7 @@ def test_bound_is_the_optimum_of_the_linear_programme(column: Column) -> None:
     """Never above it, and no more than a per cent below."""
     wanted = least_ticks(column)
     if wanted is not None:
-        bound = Spread.of(column.ranks, column.rows, column.in_flight).bound()
+        bound = Spread.of(column.ranks, column.micro_batches, column.in_flight).bound()
         assert 0.99 * wanted <= bound <= wanted * (1 + 1e-9)
 
 
@@ -85,13 +75,13 @@ def test_no_step_is_long_enough_where_there_is_no_room() -> None:
     """Twelve bytes of states do not fit two devices of five."""
     layers = np.full((4, 1), 3.0)
     rank = RankLoad(layers, layers, layers, layers, 5)
-    assert Spread.of((rank, rank), Rows.of(2, 4), (2, 1)).bound() > 10**12
+    assert Spread.of((rank, rank), 4, (2, 1)).bound() > 10**12
 
 
 def test_what_exceeds_the_limit_is_not_told_more_exactly() -> None:
     """Two equal ranks share 10 ticks: a limit of 3 ends the search for prices early, with a bound of 3 or more."""
     layers = np.full((4, 1), 1e6)
     rank = RankLoad(layers, 1.5 * layers, layers, layers, 10**9)
-    spread = Spread.of((rank, rank), Rows.of(2, 1), (1, 1))
+    spread = Spread.of((rank, rank), 1, (1, 1))
     assert spread.bound() == pytest.approx(10e6, rel=2e-3)
     assert spread.bound(3_000_000) >= 3_000_000
