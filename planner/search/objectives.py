@@ -31,6 +31,7 @@ from itertools import groupby
 
 from planner.cost import TICK_SECONDS, Workload, workload
 from planner.cost.workload import on_part, rearranged
+from planner.search.dive import dive_on_groups, is_poor
 from planner.search.inside import NO_LIMIT
 from planner.search.loads import part_ticks
 from planner.search.part_bounds import least_part_ticks
@@ -215,8 +216,15 @@ def _raced(field: _Field, parts: Sequence[Part]) -> Contest:
     first, *others = parts
     entered = [field.enter(first)]
     dive(entered[0].state)
+    found = dive_on_groups(entered[0].state) if is_poor(entered[0].state) else None
+    for part in others:
+        if found is not None and len(part.groups) == len(first.groups):
+            entered.append(field.enter(part))
+            _hold_below(entered)
+            dive_on_groups(entered[-1].state, like=found)
     least = {part.groups: part_ticks(entered[0].work, part.groups) for part in others}
-    waiting = sorted(others, key=lambda part: least[part.groups])
+    known = [one.part for one in entered]
+    waiting = sorted((part for part in others if part not in known), key=lambda part: least[part.groups])
     while waiting and not field.is_over:
         _hold_below(entered)
         bound, limit = min(map(_open_bound, entered)), entered[0].state.limit_ticks
