@@ -131,7 +131,8 @@ class _Keeping(_CachingTorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for place in _changed(func):
-            if place < len(args) and isinstance(args[place], Tensor):
+            # Meta tensors have no values to lose, and counts are of the layer's own operations.
+            if place < len(args) and isinstance(args[place], Tensor) and not args[place].is_meta:
                 self._copy(args[place])
         return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 

@@ -109,7 +109,7 @@ def test_wrong_cut(planner: Command, cut: str, told: str) -> None:
 
 def test_model_of_one_layer_is_told(planner: Command, tmp_path: Path) -> None:
     """What cannot be cut becomes one layer, with the reason in the profile and on stderr."""
-    words = ("--micro-batch-sizes", "1", "-o", tmp_path / "profile.json")
+    words = ("--micro-batch-sizes", "1", "--dtype", "fp32", "-o", tmp_path / "profile.json")
     ended = planner("profile", "tests.profiler.graphs:untraceable", *ANALYTIC, *words)
     profile = read(ModelProfile, tmp_path / "profile.json")
     assert [layer.name for layer in profile.layers] == ["model"]
