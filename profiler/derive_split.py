@@ -16,11 +16,13 @@ too.
 from __future__ import annotations
 
 import copy
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -175,6 +177,20 @@ def hold_on_meta(ranks: int, parameter: nn.Parameter, dimension: int, sections: 
     return nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device=parameter.device), parameter.requires_grad)
 
 
+@contextmanager
+def _functions_refused() -> Iterator[None]:
+    """Within, no `torch.autograd.Function` takes a split tensor: nobody knows whether its backward may."""
+    run: Any = torch.autograd.Function.apply
+
+    def apply(function: type[torch.autograd.Function], *arguments: Any, **keywords: Any) -> Any:
+        if any(isinstance(each, SplitTensor) for each in tree_leaves((arguments, keywords))):
+            raise NoRuleError(f"{function.__name__}, a torch.autograd.Function")
+        return run.__func__(function, *arguments, **keywords)
+
+    with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
+        yield
+
+
 @dataclass(slots=True)
 class _Layer:
     """One layer, run again and again with other products split."""
@@ -250,7 +266,7 @@ class _Layer:
                 else:
                     hold = None if name in tied else partial(hold_on_meta, self.ranks)
                     module.forward = partial(_whole_or_rows, module, module.forward, ranks, hold, rows, name)
-            with self._running():
+            with self._running(), _functions_refused():
                 made = self.module(*self.inputs)
         except IndivisibleError:
             self.was_indivisible = True

@@ -4,6 +4,7 @@ A bug found while building belongs in the module's own tests; one that a user me
 showed it, as small as it goes.
 """
 
+import json
 import os
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch import nn
 from planner.executor.failure import read_failure, write_failure
 from planner.spec.profile import RecomputeMode
 from profiler.cut import cut_model
+from profiler.models import load_model
 from profiler.recompute import recompute
 
 
@@ -47,3 +49,10 @@ def test_activation_in_place_behind_a_recomputed_product(mode: RecomputeMode) ->
     recompute(plain, mode)
     found = torch.autograd.grad(plain(images).square().sum(), list(plain.parameters()))
     torch.testing.assert_close(found, expected)
+
+
+def test_own_autograd_functions_take_no_split_tensor(tmp_path: Path) -> None:
+    """Bloom's GELU is one: its split was derived, and counting it then ended in a traceback."""
+    config = {"model_type": "bloom", "hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64}
+    (tmp_path / "bloom.json").write_text(json.dumps({**config, "architectures": ["BloomForCausalLM"]}))
+    assert load_model(str(tmp_path / "bloom.json")).tensor_parallel_degrees() == (1,)
