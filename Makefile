@@ -13,7 +13,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  { echo "$(PYTHON) is older than 3.11: make PYTHON=python3.12 ..." >&2; exit 1; }
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
-	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[torch,calibrate]' --group dev
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[torch,calibrate,low-bit]' --group dev
 	touch $@
 
 demo: venv

@@ -1,10 +1,10 @@
 """Our training step against its prediction, torch's stock schedules and one process: ``python -m benchmarks.executor``.
 
 All on this machine and in one run: the three kinds of steps take turns, round by round, so that whatever slows the
-machine slows all, and ratios of steps are medians of the rounds' ratios. The profile and the links that predictions are
-made from are measured twice, before the rounds and after them: shared machines change their speed within minutes, and
-the mean of the two predictions is for the machine that the steps ran on. Both are printed. ``--json`` prints one JSON
-object.
+machine slows all, and ratios of steps are medians of the rounds' ratios. Shared machines change their speed within
+minutes, by more than the target allows: so the rounds come in blocks, and the profile and the links that predictions
+are made from are measured anew before and after every block. A block's steps are held against the mean of the two, and
+the median of the blocks counts. ``--json`` prints one JSON object.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +45,15 @@ class Row:
     """One split."""
 
     name: str
-    predicted_before_seconds: float
-    """From what was measured before the rounds."""
-    predicted_after_seconds: float
-    """Of the same stages, from what was measured after them."""
+    predicted_seconds: tuple[float, ...]
+    """Before the first block and after every one."""
     ours_seconds: float
     stock_seconds: float
     single_seconds: float
     ours_to_predicted: float
-    """To the mean of both predictions."""
+    """The median of the blocks, each to the mean of the predictions around it."""
+    ours_to_predicted_range: tuple[float, float]
+    """Of the blocks."""
     ours_to_stock: float
     ours_to_stock_range: tuple[float, float]
     """Of the rounds."""
@@ -136,48 +137,56 @@ def measured(model: str, found: Sequence[Plan], ranks: int, rounds: int, steps: 
         return rows
 
 
-def row(name: str, before: float, after: float, found: dict[str, Any]) -> Row:
+def row(name: str, predicted: Sequence[float], blocks: Sequence[dict[str, Any]]) -> Row:
     """Medians and ratios of one split.
 
     Args:
-        before: step seconds predicted from what was measured before the rounds.
-        after: the same from what was measured after them.
-        found: seconds and losses by kind of step.
+        name: of the split.
+        predicted: step seconds, from what was measured before the first block and after every one.
+        blocks: seconds and losses by kind of step.
     """
-    ours, stock, single = (found["seconds"][kind] for kind in ("ours", "stock", "one process"))
+    by_kind = [[found["seconds"][kind] for found in blocks] for kind in ("ours", "stock", "one process")]
+    ours, stock, single = (list(chain.from_iterable(each)) for each in by_kind)
+    promised = [
+        statistics.median(seconds) / statistics.mean(around)
+        for seconds, around in zip(by_kind[0], pairwise(predicted), strict=True)
+    ]
     ratios = [mine / theirs for mine, theirs in zip(ours, stock, strict=True)]
+    losses = [loss for found in blocks for loss in found["losses"].values()]
     return Row(
         name=name,
-        predicted_before_seconds=before,
-        predicted_after_seconds=after,
+        predicted_seconds=tuple(predicted),
         ours_seconds=statistics.median(ours),
         stock_seconds=statistics.median(stock),
         single_seconds=statistics.median(single),
-        ours_to_predicted=statistics.median(ours) / statistics.mean((before, after)),
+        ours_to_predicted=statistics.median(promised),
+        ours_to_predicted_range=(min(promised), max(promised)),
         ours_to_stock=statistics.median(ratios),
         ours_to_stock_range=(min(ratios), max(ratios)),
         speed_up=statistics.median(alone / mine for mine, alone in zip(ours, single, strict=True)),
-        loss_difference=max(found["losses"].values()) - min(found["losses"].values()),
+        loss_difference=max(losses) - min(losses),
     )
 
 
 def table(rows: Sequence[Row]) -> str:
     """Markdown."""
     lines = [
-        "| split | ours | predicted before, after | ours / predicted | stock | ours / stock | one process | speed-up "
-        "| targets |",
+        "| split | predicted | ours | stock | one process | ours / predicted | ours / stock | speed-up | targets |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for each in rows:
-        low, high = each.ours_to_stock_range
         lines.append(
-            f"| {each.name} | {each.ours_seconds:.3f} s | "
-            f"{each.predicted_before_seconds:.3f} s, {each.predicted_after_seconds:.3f} s | "
-            f"{each.ours_to_predicted:.3f} | {each.stock_seconds:.3f} s | {each.ours_to_stock:.3f} "
-            f"({low:.3f} .. {high:.3f}) | {each.single_seconds:.3f} s | {each.speed_up:.2f} | "
+            f"| {each.name} | {statistics.median(each.predicted_seconds):.3f} s | {each.ours_seconds:.3f} s | "
+            f"{each.stock_seconds:.3f} s | {each.single_seconds:.3f} s | "
+            f"{_spread(each.ours_to_predicted, each.ours_to_predicted_range)} | "
+            f"{_spread(each.ours_to_stock, each.ours_to_stock_range)} | {each.speed_up:.2f} | "
             f"{'met' if each.meets_targets else 'missed'} |"
         )
     return "\n".join(lines)
+
+
+def _spread(ratio: float, extremes: tuple[float, float]) -> str:
+    return f"{ratio:.3f} ({extremes[0]:.3f} .. {extremes[1]:.3f})"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -185,7 +194,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.executor", description="Hold our training step to its promises.")
     parser.add_argument("--model", default=MODEL, help=f"package.module:callable of a chain of modules ({MODEL})")
     parser.add_argument("--ranks", type=int, default=RANKS, help=f"at most one per core ({RANKS})")
-    parser.add_argument("--rounds", type=int, default=7, help="of which medians are taken (7)")
+    parser.add_argument("--blocks", type=int, default=3, help="of rounds, between two predictions each (3)")
+    parser.add_argument("--rounds", type=int, default=3, help="of a block (3)")
     parser.add_argument("--steps", type=int, default=3, help="of each kind in a round (3)")
     parser.add_argument("--quick", action="store_true", help="measure profile and links briefly, to try it")
     parser.add_argument("--json", action="store_true", help="one JSON object")
@@ -194,11 +204,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"{chosen.ranks} ranks on {available_cores()} cores: give 2 or more, and at most one per core")
     load = os.getloadavg()[0]
     found = plans(chosen.model, chosen.ranks, quick=chosen.quick)
-    results = measured(chosen.model, list(found.values()), chosen.ranks, chosen.rounds, chosen.steps)
-    after = predicted_again(chosen.model, chosen.ranks, found, quick=chosen.quick)
+    predicted = [{name: plan.prediction.step_seconds for name, plan in found.items()}]
+    blocks = []
+    for _ in range(chosen.blocks):
+        blocks.append(measured(chosen.model, list(found.values()), chosen.ranks, chosen.rounds, chosen.steps))
+        predicted.append(predicted_again(chosen.model, chosen.ranks, found, quick=chosen.quick))
     rows = [
-        row(name, plan.prediction.step_seconds, after[name], result)
-        for (name, plan), result in zip(found.items(), results, strict=True)
+        row(name, [each[name] for each in predicted], [each[index] for each in blocks])
+        for index, name in enumerate(found)
     ]
     if chosen.json:
         print(json.dumps({"load_before": load, "busy": load > BUSY_LOAD, "rows": [asdict(each) for each in rows]}))

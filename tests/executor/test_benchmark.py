@@ -17,23 +17,42 @@ def test_all_kinds_do_the_same_work(capsys: pytest.CaptureFixture[str], monkeypa
     monkeypatch.setattr(
         "benchmarks.executor.launch_links", cache(launch_links)
     )  # before the rounds, not after them too
-    main(["--model", "benchmarks.executor_model:tiny", "--quick", "--rounds", "1", "--steps", "1", "--json"])
+    main(
+        [
+            "--model",
+            "benchmarks.executor_model:tiny",
+            "--quick",
+            "--blocks",
+            "1",
+            "--rounds",
+            "1",
+            "--steps",
+            "1",
+            "--json",
+        ]
+    )
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [each["name"] for each in rows] == ["pipeline 2, 1f1b", "pipeline 2, gpipe", "data 2"]
     for each in rows:
         assert each["loss_difference"] < 1e-5
-        assert all(value > 0 for name, value in each.items() if name.endswith("_seconds"))
+        seconds = [*each.pop("predicted_seconds"), *(each[name] for name in each if name.endswith("_seconds"))]
+        assert len(seconds) == 5
+        assert all(value > 0 for value in seconds)
 
 
-def test_ratios_are_medians_of_rounds() -> None:
-    """A round in which all are slow says nothing about their ratio; of two predictions the mean counts."""
-    found = {
-        "seconds": {"ours": [1.0, 30.0, 1.1], "stock": [1.0, 30.0, 1.0], "one process": [2.0, 60.0, 2.2]},
-        "losses": {"ours": 5.0, "stock": 5.25, "one process": 5.0},
-    }
-    each = row("a", 1.2, 0.8, found)
+def test_ratios_are_medians_of_rounds_and_of_blocks() -> None:
+    """Where all were slow says nothing about their ratio; a block counts against the predictions around it."""
+    seconds = {"ours": [1.0, 30.0, 1.1], "stock": [1.0, 30.0, 1.0], "one process": [2.0, 60.0, 2.2]}
+    slow = {kind: [4 * each for each in values] for kind, values in seconds.items()}
+    found = [
+        {"seconds": seconds, "losses": {"ours": 5.0, "stock": 5.25, "one process": 5.0}},
+        {"seconds": slow, "losses": {"ours": 5.0, "stock": 5.0, "one process": 5.0}},
+        {"seconds": seconds, "losses": {"ours": 5.0, "stock": 5.0, "one process": 5.0}},
+    ]
+    each = row("a", (1.2, 0.8, 7.2, 0.8), found)
     assert (each.ours_to_stock, each.speed_up, each.loss_difference) == (1.0, 2.0, 0.25)
     assert each.ours_to_predicted == pytest.approx(1.1)
+    assert each.ours_to_predicted_range == pytest.approx((0.275, 1.1))
     assert each.ours_to_stock_range == pytest.approx((1.0, 1.1))
 
 
@@ -42,7 +61,7 @@ def test_ratios_are_medians_of_rounds() -> None:
 )
 def test_the_table_tells_what_is_missed(predicted: float, stock: float, told: str) -> None:
     """Both targets count."""
-    each = Row("a", 1.0, 1.0, 1.0, 1.0, 2.0, predicted, stock, (stock, stock), 2.0, 0.0)
+    each = Row("a", (1.0, 1.0), 1.0, 1.0, 2.0, predicted, (predicted, predicted), stock, (stock, stock), 2.0, 0.0)
     assert table([each]).endswith(f"| {told} |")
 
 
