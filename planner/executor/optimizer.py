@@ -33,10 +33,12 @@ COMPUTE_DTYPE: dict[str, torch.dtype] = {
     "fp16-mixed": torch.float16,
     "bf16-mixed": torch.bfloat16,
     "bf16": torch.bfloat16,
+    "fp8": torch.bfloat16,
 }
-"""Type of parameters, activations and gradients by the job's precision."""
+"""Type of parameters, activations and gradients by the job's precision; in fp8 the products of linear layers alone cast
+them further (`profiler.float8`)."""
 
-MASTER_COPY = ("fp16-mixed", "bf16-mixed")
+MASTER_COPY = ("fp16-mixed", "bf16-mixed", "fp8")
 """Precisions whose optimizer works on an fp32 copy of the parameters."""
 
 
