@@ -16,6 +16,11 @@ CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_a
 BYTES_PER_ELEMENT: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
+def _is_none(value: object) -> bool:
+    """A field that documents did not always have: left out of the JSON where it tells nothing, so that old ids hold."""
+    return value is None
+
+
 class Operation(Document):
     """A kind of kernel inside a layer's forward, so that a device's efficiency on its shape can be priced."""
 
@@ -34,6 +39,9 @@ class Operation(Document):
     """Sizes of a matmul (m, k) x (k, n); zero otherwise."""
     batch: int = Field(default=1, ge=1)
     """Products of this size that one run does (batched matrix product)."""
+    is_linear: bool | None = Field(default=None, exclude_if=_is_none)
+    """A matmul with the weight of a linear layer, which precision ``fp8`` may run in fp8; None: not told, and what has
+    the bytes of one is taken for one."""
 
 
 class Collective(Document):
@@ -175,6 +183,9 @@ class ModelProfile(Document):
     """Of activations and matrix products."""
     model_digest: str = ""
     """sha256 over the names and shapes of the model's parameters; tells a profile of another model."""
+    precision: Literal["fp8"] | None = Field(default=None, exclude_if=_is_none)
+    """What its seconds were measured in, where that is not `dtype`: linear layers' products in fp8. A profile without
+    seconds serves both."""
     tokens_per_sample: int = Field(default=0, ge=0)
     """Longest sequence that the model takes; 0 for models without a sequence."""
     cut: tuple[str, ...] = ()
