@@ -439,6 +439,7 @@ def profile(
         edges=source.edges(sequence_length, counter.dtype),
         shared_parameters=counter.cut.shared_parameters,
         cut=source.starts,
+        whole_sequences=source.whole_sequences if sequence_length else "",
         environment={"torch": torch.__version__.partition("+")[0]} | _reason(counter.cut),
     )
 

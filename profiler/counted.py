@@ -86,6 +86,7 @@ def counted_profile(
             for start, stop, each in data.get("edges", {}).get(STORED_TYPE[dtype], ())
         ),
         shared_parameters=tuple(SharedParameters.model_validate(shared) for shared in data["shared_parameters"]),
+        whole_sequences=data.get("whole_sequences", ""),
         environment={"torch": data["torch"]},
     )
 

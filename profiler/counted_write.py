@@ -60,6 +60,7 @@ def count_model(source: ModelSource) -> dict[str, Any]:
         "longest_sequence": source.longest_sequence,
         "tensor_parallel_degrees": source.tensor_parallel_degrees(),
         **_further_splits(source),
+        **_whole_sequences(source),
         "parameters": counter.parameters,
         **_edges(source),
         "shared_parameters": [shared.model_dump(mode="json") for shared in cut.shared_parameters],
@@ -67,6 +68,12 @@ def count_model(source: ModelSource) -> dict[str, Any]:
         "counts": counts,
         **_windowed(source, {_key(*key): (counters[key[0]], key[2], key[1]) for key in keys}, counts),
     }
+
+
+def _whole_sequences(source: ModelSource) -> dict[str, str]:
+    """Why the model's sequences cannot be cut; nothing where they can, and of models without."""
+    reason = source.whole_sequences if source.input_kind == "tokens" else ""
+    return {"whole_sequences": reason} if reason else {}
 
 
 def _key(dtype: DataType, split: Split, kind: str) -> str:

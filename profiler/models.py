@@ -176,6 +176,13 @@ class ModelSource:
 
         return find_refusal(self)
 
+    @cached_property
+    def whole_sequences(self) -> str:
+        """Why sequences cannot be cut into chunks or over context-parallel ranks; empty where they can."""
+        from profiler.sequence import find_refusal
+
+        return find_refusal(self)
+
     def expert_parallel_degrees(self) -> tuple[int, ...]:
         """Degrees that the model's experts can be shared out by; (1,) where it has none."""
         from profiler.expert_parallel import degrees

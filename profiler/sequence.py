@@ -278,45 +278,48 @@ def check_pieces(source: ModelSource) -> None:
     Raises:
         UnsupportedError: saying why.
     """
+    if source.whole_sequences:
+        raise UnsupportedError(
+            f"sequences of {source.name} cannot be cut into pieces: it {source.whole_sequences}.",
+            field="layout",
+            mend="use sequence_chunks 1 and context_parallel_degree 1.",
+        )
+
+
+def find_refusal(source: ModelSource) -> str:
+    """Why a model cannot run on pieces of its sequence, as the words after "it"; empty where it can."""
     chain = source.cut().chain
     if not isinstance(chain, TransformerChain):
-        raise _refusal(source, "is no causal language model of transformers")
+        return "is no causal language model of transformers"
     for name, part in source.blueprint.named_modules():
         if isinstance(part, nn.modules.conv._ConvNd | nn.RNNBase):
-            raise _refusal(source, f"mixes neighbouring tokens in its module {name!r} ({type(part).__name__})")
+            return f"mixes neighbouring tokens in its module {name!r} ({type(part).__name__})"
         if isinstance(part, _NormBase):
-            raise _refusal(source, f"takes statistics over all tokens in its module {name!r} ({type(part).__name__})")
+            return f"takes statistics over all tokens in its module {name!r} ({type(part).__name__})"
         if getattr(part, "is_causal", True) is False:
-            raise _refusal(source, f"attends to later tokens in its module {name!r}")
-    _check_attention(source, chain.blocks)
+            return f"attends to later tokens in its module {name!r}"
+    return _attention_refusal(source, chain.blocks)
 
 
-def _check_attention(source: ModelSource, blocks: int) -> None:
+def _attention_refusal(source: ModelSource, blocks: int) -> str:
     """Run two chunks over two ranks on meta tensors: every block must take its keys and values from `PastKeys`."""
+    model = source.build_on_meta()
+    use_lower_right(model)
     for rank in range(2):
         kept = KeyValues(Pieces(8, chunks=2, context_ranks=2, context_rank=rank), _twice)
-        model = source.build_on_meta()
-        use_lower_right(model)
         for chunk in range(2):
             try:
                 with meta_friendly():
                     model(*source.example_inputs(2, 2, "meta"), past_key_values=kept.past(chunk), use_cache=True)
-            except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
-                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-                raise _refusal(source, f"does not run on a piece: {reason}") from error
+            # Whatever a model's own code raises over a cache that is none.
+            except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError) as error:
+                return f"does not run on a piece: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
         missing = sorted(set(range(blocks)) - {layer for layer, _ in kept.wholes})
         if missing:
-            raise _refusal(source, f"has no keys and values to keep in its block {missing[0]}")
+            return f"has no keys and values to keep in its block {missing[0]}"
+    return ""
 
 
 def _twice(states: Tensor) -> Tensor:
     """As if a second rank held the same."""
     return torch.cat([states, states], dim=-2)
-
-
-def _refusal(source: ModelSource, reason: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"sequences of {source.name} cannot be cut into pieces: it {reason}.",
-        field="layout",
-        mend="use sequence_chunks 1 and context_parallel_degree 1.",
-    )

@@ -5,6 +5,8 @@
       every chunk), on devices that are alike
           - where the profile has rows of split sequences (`context_parallel_degree` above 1), which are counted only of
             models whose sequences can be cut at all; or where the job asks for chunks, or a schedule of theirs
+          - never where the profile says why they cannot (`ModelProfile.whole_sequences`): a job that asks all the same
+            is refused                                                           -> planner.search.whole_sequences
           - and where (Q3) prices them: the device has a peak, attention is among the operations, and no row that
             computes lacks its own: refuse, never guess                                            -> chunks_of()
 """
@@ -42,7 +44,7 @@ def chunks_of(
     ranks = context * (tensor if sequence_parallel else 1)
     wish, length = asked.get("sequence_chunks"), work.job.sequence_length
     is_asked = wish is not None or ("schedule" in asked and any(name in CHUNKED for name in schedules))
-    if work.groups or not length or not (is_asked or _can_be_cut(work)):
+    if work.groups or not length or work.profile.whole_sequences or not (is_asked or _can_be_cut(work)):
         return ()
     fitting = tuple(count for count in CHUNKS if length % (count * ranks) == 0 and allows(wish, count))
     return fitting if fitting and _is_priced(work, work.sizes[split]) else ()

@@ -47,6 +47,7 @@ from planner.search.sensitivity import sensitivity
 from planner.search.space import Space
 from planner.search.synthesized import Unordered, check_synthesis, given_order
 from planner.spec.calibration import Constants
+from planner.search.whole_sequences import check_pieces_of
 from planner.spec.cluster import Cluster
 from planner.spec.document import digest
 from planner.spec.job import Job
@@ -244,8 +245,8 @@ def predict(
     Raises:
         LayoutError: the degrees, batch or layers per stage do not fit together.
         UnknownNameError: no framework has this name.
-        UnsupportedError: ``per-layer`` recomputation with several stages per rank, or offloading to a host that is
-            not known.
+        UnsupportedError: ``per-layer`` recomputation with several stages per rank, offloading to a host that is not
+            known, or pieces of sequences that cannot be cut.
         SpecError: the documents do not belong together.
     """
     work = workload(profile, cluster, job, framework=framework, constants=constants)
@@ -256,6 +257,7 @@ def predict(
     _check_sequence_chunks(plain, job)
     costs = layout_costs(work, plain)
     _check_stages(layout, costs)
+    check_pieces_of(plain, profile)
     if plain.schedule == SYNTHESIZED:
         check_synthesis(costs)
         alike = Unordered(costs, Uniform.of(costs, uniform_modes(costs, plain.recompute)))

@@ -43,6 +43,7 @@ from planner.search.orders import (
     uniform_modes,
 )
 from planner.search.standing import Degrees, Speeds, Standing, standings_of
+from planner.search.whole_sequences import check_asked_pieces
 from planner.spec.job import WHOLE_PARAMETERS, Constraint, Job, allows
 from planner.spec.layout import Layout, RankOrder, ZeroStage
 
@@ -149,10 +150,12 @@ def space_of(work: Workload) -> Space:
     """All layouts of a workload that the job's constraints permit: equations (D1) to (D14).
 
     Raises:
-        UnsupportedError: a constraint asks for what the search does not choose, or the cluster does not permit.
+        UnsupportedError: a constraint asks for what the search does not choose, or the cluster or model does not
+            permit.
         UnknownNameError: a constraint names an unknown schedule.
     """
     check_constraints(work.job)
+    check_asked_pieces(work)
     check_offload_constraints(work)
     found = tuple(families(work, dict(work.job.constraints)))
     return Space(found, () if found else _reasons(work))

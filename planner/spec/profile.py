@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import not_
 from typing import Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
@@ -181,16 +182,19 @@ class ModelProfile(Document):
     """The measured device, when no catalogue has it (this machine's CPU)."""
     dtype: DataType = "fp32"
     """Of activations and matrix products."""
-    model_digest: str = ""
-    """sha256 over the names and shapes of the model's parameters; tells a profile of another model."""
     precision: Literal["fp8"] | None = Field(default=None, exclude_if=_is_none)
     """What its seconds were measured in, where that is not `dtype`: linear layers' products in fp8. A profile without
     seconds serves both."""
+    model_digest: str = ""
+    """sha256 over the names and shapes of the model's parameters; tells a profile of another model."""
     tokens_per_sample: int = Field(default=0, ge=0)
     """Longest sequence that the model takes; 0 for models without a sequence."""
     cut: tuple[str, ...] = ()
     """Modules before which the user let a layer start, ``*`` for one component of a name; empty: found by the
     profiler's rules."""
+    whole_sequences: str = Field(default="", exclude_if=not_)
+    """Why the model's sequences cannot be cut into pieces, neither into chunks nor over context-parallel ranks; empty:
+    they can, it takes none, or nobody has looked."""
     layers: tuple[LayerProfile, ...] = Field(min_length=1)
     edges: tuple[SkipEdge, ...] = ()
     shared_parameters: tuple[SharedParameters, ...] = ()

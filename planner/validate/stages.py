@@ -8,6 +8,7 @@ from typing import Any
 from planner.spec.job import Job, allows
 from planner.spec.layout import Layout
 from planner.spec.plan import Plan
+from planner.spec.profile import ModelProfile
 from planner.validate.cells import Cells
 from planner.validate.facts import Facts
 from planner.validate.findings import Findings
@@ -35,6 +36,7 @@ def check_layout(plan: Plan, facts: Facts, findings: Findings) -> None:
         findings.wrong("layout.expert_parallel_degree", message)
     _check_shards(layout, replicas, findings)
     _check_schedule(layout, job, findings)
+    _check_whole_sequences(layout, facts.profile, findings)
     _check_rows(layout, facts, findings)
     for field, constraint in job.constraints.items():
         value: Any = layout.constrained(field)
@@ -117,6 +119,14 @@ def _check_schedule(layout: Layout, job: Job, findings: Findings) -> None:
         message = f"{layout.schedule} does not cut {job.sequence_length} tokens into {chunks} equal chunks"
         message += f", shared by {pieces // chunks} ranks." if pieces > chunks else "."
         findings.wrong("layout.sequence_chunks", message)
+
+
+def _check_whole_sequences(layout: Layout, profile: ModelProfile, findings: Findings) -> None:
+    """What the profile says cannot be cut is not."""
+    for field in ("sequence_chunks", "context_parallel_degree") if profile.whole_sequences else ():
+        pieces = getattr(layout, field)
+        if pieces != 1:
+            findings.wrong(f"layout.{field}", f"{pieces} pieces, of a model that {profile.whole_sequences}.")
 
 
 def _check_rows(layout: Layout, facts: Facts, findings: Findings) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from planner.cost import workload
-from planner.search import plan
+from planner.errors import UnsupportedError
+from planner.search import plan, predict
 from planner.search.chunks import CHUNKED
 from planner.search.space import layouts
-from planner.spec import Layout, ModelProfile, Plan
+from planner.spec import Layout, ModelProfile, Plan, PredictionLayout
 from planner.spec.profile import LayerProfile
 from planner.validate import check
 from tests.builders import cluster, job, layer, profile, request
@@ -89,3 +90,44 @@ def test_chunks_win_where_the_bubble_is_large() -> None:
     assert found.layout.sequence_chunks > 1
     assert found.search.optimal
     assert check(found, model).problems == ()
+
+
+WHOLE = model_of(split="context").model_copy(update={"whole_sequences": "attends to later tokens"})
+
+
+def test_sequences_that_stay_whole_are_never_cut() -> None:
+    """(D13): whatever rows there are; a job may list chunks among others."""
+    assert cut(model_of(split="context"), sequence_chunks=(1, 2))
+    assert not cut(WHOLE)
+    assert not cut(WHOLE, sequence_chunks=(1, 2), schedule=("1f1b", "seqpipe"))
+
+
+@pytest.mark.parametrize(
+    "wish", [{"sequence_chunks": 4}, {"context_parallel_degree": 2}, {"schedule": ("seqpipe", "seqvpp")}]
+)
+def test_pieces_of_whole_sequences_are_refused(wish: dict[str, Any]) -> None:
+    """The job that leaves nothing else hears why, not that nothing fits."""
+    asked = job(8, **wish)
+    with pytest.raises(UnsupportedError, match="attends to later tokens") as caught:
+        plan(request(WHOLE, cluster(4), asked, top=0), WHOLE)
+    (problem,) = caught.value.problems
+    assert problem.field == f"job.constraints.{next(iter(wish))}"
+    assert problem.mend
+
+
+@pytest.mark.parametrize("pieces", [{"sequence_chunks": 2, "schedule": "seqpipe"}, {"context_parallel_degree": 2}])
+def test_layouts_that_cut_whole_sequences_have_no_price(pieces: dict[str, Any]) -> None:
+    """`planner predict` refuses what the executor would refuse, and the independent check finds it in a plan."""
+    model, asked = (
+        model_of(split="context"),
+        job(8, pipeline_parallel_degree=4 // pieces.get("context_parallel_degree", 1)),
+    )
+    found = plan(request(model, cluster(4), job(8, **asked.constraints, **pieces), top=0), model)
+    assert isinstance(found, Plan)
+    assert check(found, model).problems == ()
+    priced = PredictionLayout.model_validate(found.layout.model_dump())
+    assert predict(model, cluster(4), asked, priced).prediction.step_seconds > 0
+    with pytest.raises(UnsupportedError, match="attends to later tokens"):
+        predict(WHOLE, cluster(4), asked, priced)
+    told = found.model_copy(update={"request": request(WHOLE, cluster(4), asked, top=0)})
+    assert any("attends to later tokens" in problem for problem in check(told, WHOLE).problems)

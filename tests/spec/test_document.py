@@ -10,6 +10,7 @@ from hypothesis import given, settings
 
 from planner.errors import DocumentError
 from planner.spec import Cluster, Job, ModelProfile, canonical_json, digest, parse, read
+from tests.builders import layer, profile
 from tests.strategies import models
 
 GROUP: dict[str, Any] = {"device": "a100-sxm4-80gb", "nodes": 1, "devices_per_node": 8}
@@ -126,3 +127,12 @@ def test_profiles_write_shared_rows_once(model: ModelProfile) -> None:
     layers = tuple(layer.model_copy(update={"measurements": rows[layer.kind]}) for layer in model.layers)
     for each in (model, model.model_copy(update={"layers": layers})):
         assert canonical_json(each) == canonical_json(each.model_dump(mode="json", by_alias=True))
+
+
+def test_profiles_keep_their_ids_without_a_reason_for_whole_sequences() -> None:
+    """A field that profiles did not always have counts where it says something."""
+    plain = profile(layer())
+    assert "whole_sequences" not in plain.canonical_json()
+    told = plain.model_copy(update={"whole_sequences": "attends to later tokens"})
+    assert '"whole_sequences":"attends to later tokens"' in told.canonical_json()
+    assert digest(told) != digest(plain)
