@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from planner.cost.compute import ATTENTION, Computation, computation
 from planner.spec.calibration import Constants
 from planner.spec.cluster import DeviceSpec
+from planner.spec.fp8 import Fp8Casts
 from planner.spec.profile import BYTES_PER_ELEMENT, DataType, Measurement, Operation
 
 
@@ -33,10 +34,18 @@ class AttentionPart:
 NO_ATTENTION = AttentionPart()
 
 
-def in_chunks(row: Measurement, device: DeviceSpec, dtype: DataType, constants: Constants, chunks: int) -> Computation:
+def in_chunks(
+    row: Measurement,
+    device: DeviceSpec,
+    dtype: DataType,
+    constants: Constants,
+    chunks: int,
+    casts: Fp8Casts | None = None,
+) -> Computation:
     """Seconds of a row, all chunks of its micro-batch together: equation (Q3)."""
-    whole = computation(row, device, dtype, constants)
-    if chunks == 1 or not row.operations or dtype not in device.peak_flops_per_second:
+    whole = computation(row, device, dtype, constants, casts)
+    types = {dtype, "fp8"} if casts else {dtype}
+    if chunks == 1 or not row.operations or not types <= device.peak_flops_per_second.keys():
         return whole
     told = row.model_copy(update={"forward_seconds": None})
     of_chunk = told.model_copy(
@@ -45,8 +54,8 @@ def in_chunks(row: Measurement, device: DeviceSpec, dtype: DataType, constants: 
             "recompute_operations": tuple(_on_chunk(one, dtype, chunks) for one in row.recompute_operations),
         }
     )
-    before = computation(told, device, dtype, constants)
-    after = computation(of_chunk, device, dtype, constants)
+    before = computation(told, device, dtype, constants, casts)
+    after = computation(of_chunk, device, dtype, constants, casts)
     return Computation(
         forward_seconds=_grown(whole.forward_seconds, before.forward_seconds, chunks * after.forward_seconds),
         backward_input_seconds=_grown(

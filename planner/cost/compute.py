@@ -10,15 +10,20 @@ Williams, Waterman, Patterson, "Roofline" (CACM 2009), with a floor per kernel:
           as input gradient; a memory-bound operation reads the saved tensor besides the gradient -> backward_seconds()
     (C4)  recompute = the operations that run again; else the forward again, by its share of FLOPs -> computation()
     (C5)  no layer is faster than the host launches its kernels: equation (K2)              -> with_host()
+
+Precision fp8 prices the products of linear layers as `planner.cost.fp8` says, equations (C6) to (C9).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from planner.cost.fp8 import cast_seconds, check_fp8, kernels_of, product_seconds, reached_fp8, told_fp8
 from planner.errors import MismatchError
-from planner.spec.calibration import DEFAULT, Constants
+from planner.spec.calibration import DEFAULT, OURS, Constants
 from planner.spec.cluster import DeviceSpec
+from planner.spec.fp8 import Fp8Casts
+from planner.spec.frameworks import find_framework
 from planner.spec.profile import DataType, LayerProfile, Measurement, ModelProfile, Operation
 
 ATTENTION: dict[str, float] = {"attention": 1.0, "attention-1": 0.5, "attention-3": 1.75}
@@ -46,8 +51,7 @@ def operation_seconds(
     bytes_factor: float = 1.0,
 ) -> float:
     """Seconds of one run of the operation: equation (C1)."""
-    launch = device.launch_seconds if constants.kernel_seconds is None else constants.kernel_seconds
-    bandwidth = (device.memory_bandwidth_bytes_per_second or float("inf")) * constants.memory_fraction
+    launch, bandwidth = launch_seconds(device, constants), reached_bandwidth(device, constants)
     moving = operation.bytes * bytes_factor / bandwidth
     if operation.kind == "memory":
         return moving + launch
@@ -57,6 +61,35 @@ def operation_seconds(
     if operation.kind in ATTENTION:
         reached *= constants.attention_fraction * ATTENTION[operation.kind]
     return max(operation.flops * flops_factor / reached, moving) + launch
+
+
+def launch_seconds(device: DeviceSpec, constants: Constants) -> float:
+    """Fixed time of one kernel."""
+    return device.launch_seconds if constants.kernel_seconds is None else constants.kernel_seconds
+
+
+def reached_bandwidth(device: DeviceSpec, constants: Constants) -> float:
+    """Bytes per second that streaming kernels reach; without end where nobody tells the device's."""
+    return (device.memory_bandwidth_bytes_per_second or float("inf")) * constants.memory_fraction
+
+
+def linear_seconds(
+    operation: Operation, device: DeviceSpec, constants: Constants, casts: Fp8Casts
+) -> tuple[float, float, float]:
+    """Seconds of one linear layer in fp8: forward, input gradient, weight gradient; equations (C7) and (C8)."""
+    launch, bandwidth = launch_seconds(device, constants), reached_bandwidth(device, constants)
+    reached = reached_fp8(device, constants, matmul_fraction(operation, device, constants))
+    forward, of_input, of_weight = (
+        product_seconds(operation, result, reached, bandwidth)
+        + launch
+        + cast_seconds(operation, cast, bandwidth, launch)
+        for result, cast in (
+            ("gradient", casts.forward),
+            ("input", casts.backward_input),
+            ("weight", casts.backward_weight),
+        )
+    )
+    return forward, of_input, of_weight
 
 
 def matmul_fraction(operation: Operation, device: DeviceSpec, constants: Constants) -> float:
@@ -70,19 +103,39 @@ def matmul_fraction(operation: Operation, device: DeviceSpec, constants: Constan
 
 
 def forward_seconds(
-    operations: tuple[Operation, ...], device: DeviceSpec, dtype: DataType, constants: Constants = DEFAULT
+    operations: tuple[Operation, ...],
+    device: DeviceSpec,
+    dtype: DataType,
+    constants: Constants = DEFAULT,
+    casts: Fp8Casts | None = None,
 ) -> float:
-    """Equation (C2)."""
-    return sum(operation.count * operation_seconds(operation, device, dtype, constants) for operation in operations)
+    """Equation (C2). With `casts`, linear layers are in fp8."""
+    return sum(
+        operation.count
+        * (
+            linear_seconds(operation, device, constants, casts)[0]
+            if casts and operation.is_linear
+            else operation_seconds(operation, device, dtype, constants)
+        )
+        for operation in operations
+    )
 
 
 def backward_seconds(
-    operations: tuple[Operation, ...], device: DeviceSpec, dtype: DataType, constants: Constants = DEFAULT
+    operations: tuple[Operation, ...],
+    device: DeviceSpec,
+    dtype: DataType,
+    constants: Constants = DEFAULT,
+    casts: Fp8Casts | None = None,
 ) -> tuple[float, float]:
-    """Input-gradient and weight-gradient seconds: equation (C3)."""
+    """Input-gradient and weight-gradient seconds: equation (C3). With `casts`, linear layers are in fp8."""
     of_input = of_weight = 0.0
     for operation in operations:
-        if operation.kind in ("matmul", "convolution"):
+        if casts and operation.is_linear:
+            _, input_once, weight_once = linear_seconds(operation, device, constants, casts)
+            of_input += operation.count * input_once
+            of_weight += operation.count * weight_once
+        elif operation.kind in ("matmul", "convolution"):
             once = operation.count * operation_seconds(operation, device, dtype, constants)
             of_input += once
             of_weight += once
@@ -97,8 +150,22 @@ def backward_seconds(
     return of_input, of_weight
 
 
-def computation(row: Measurement, device: DeviceSpec, dtype: DataType, constants: Constants = DEFAULT) -> Computation:
-    """Seconds of a measurement row on a device; measured or already priced seconds stand as they are."""
+def computation(
+    row: Measurement,
+    device: DeviceSpec,
+    dtype: DataType,
+    constants: Constants = DEFAULT,
+    casts: Fp8Casts | None = None,
+) -> Computation:
+    """Seconds of a measurement row on a device; measured or already priced seconds stand as they are.
+
+    Args:
+        row: its operations tell which are in fp8, where `casts` are given (`planner.cost.fp8.in_fp8`).
+        device: what runs it.
+        dtype: of activations, and of products but for those in fp8.
+        constants: fitted ones.
+        casts: of the framework, for precision fp8; None: no fp8.
+    """
     if row.forward_seconds is not None:
         return Computation(
             row.forward_seconds,
@@ -107,27 +174,30 @@ def computation(row: Measurement, device: DeviceSpec, dtype: DataType, constants
             row.recompute_seconds or 0.0,
         )
     operations = row.operations or (_whole_layer(row),)
-    forward = forward_seconds(operations, device, dtype, constants)
-    of_input, of_weight = backward_seconds(operations, device, dtype, constants)
+    forward = forward_seconds(operations, device, dtype, constants, casts)
+    of_input, of_weight = backward_seconds(operations, device, dtype, constants, casts)
     if not row.operations:
         of_input *= row.backward_input_flops / row.forward_flops if row.forward_flops else 1.0
         of_weight *= row.backward_weight_flops / row.forward_flops if row.forward_flops else 1.0
     if row.recompute_operations:
-        again = forward_seconds(row.recompute_operations, device, dtype, constants)
+        again = forward_seconds(row.recompute_operations, device, dtype, constants, casts)
     else:
         share = row.recompute_flops / row.forward_flops if row.forward_flops else float(row.recompute == "full")
         again = forward * min(1.0, share)
-    return with_host(row, Computation(forward, of_input, of_weight, again), constants)
+    return with_host(row, Computation(forward, of_input, of_weight, again), constants, casts)
 
 
-def with_host(row: Measurement, device: Computation, constants: Constants) -> Computation:
+def with_host(
+    row: Measurement, device: Computation, constants: Constants, casts: Fp8Casts | None = None
+) -> Computation:
     """The host's floor under the device's seconds: equations (C5) and (K2)."""
     if constants.host_forward_seconds == constants.host_backward_seconds == 0:
         return device
-    forward = constants.host_forward_seconds * sum(operation.count for operation in row.operations)
-    again = constants.host_forward_seconds * sum(operation.count for operation in row.recompute_operations)
+    cast_forward, cast_backward = kernels_of(casts) if casts else (0, 0)
+    forward = constants.host_forward_seconds * _launched(row.operations, cast_forward)
+    again = constants.host_forward_seconds * _launched(row.recompute_operations, cast_forward)
     products = sum(operation.count for operation in row.operations if operation.kind in ("matmul", "convolution"))
-    backward = constants.host_backward_seconds * (sum(operation.count for operation in row.operations) + products)
+    backward = constants.host_backward_seconds * (_launched(row.operations, cast_backward) + products)
     of_device = device.backward_input_seconds + device.backward_weight_seconds
     slower = _higher(of_device, backward) / of_device if of_device else 1.0
     return Computation(
@@ -136,6 +206,12 @@ def with_host(row: Measurement, device: Computation, constants: Constants) -> Co
         backward_weight_seconds=device.backward_weight_seconds * slower,
         recompute_seconds=_higher(device.recompute_seconds, again),
     )
+
+
+def _launched(operations: tuple[Operation, ...], casting: int) -> int:
+    """Kernels of these operations, with `casting` more for each linear layer in fp8."""
+    casted = sum(operation.count for operation in operations if operation.is_linear) if casting else 0
+    return sum(operation.count for operation in operations) + casting * casted
 
 
 def _higher(device_seconds: float, host_seconds: float) -> float:
@@ -152,7 +228,7 @@ def price(profile: ModelProfile, device: DeviceSpec) -> ModelProfile:
     """The same profile with this device's roofline seconds in every counted row (``source`` stays ``counted``).
 
     Raises:
-        MismatchError: the device has no peak for the profile's data type.
+        MismatchError: the device has no peak for the profile's data type, or for its precision.
     """
     if profile.dtype not in device.peak_flops_per_second:
         raise MismatchError(
@@ -160,18 +236,23 @@ def price(profile: ModelProfile, device: DeviceSpec) -> ModelProfile:
             field="device",
             mend=f"use one of its data types: {', '.join(device.peak_flops_per_second)}.",
         )
-    priced: dict[int, tuple[Measurement, ...]] = {}
+    if profile.precision == "fp8":
+        check_fp8(device, field="device")
+    priced: dict[tuple[int, bool], tuple[Measurement, ...]] = {}
     layers = []
     for layer in profile.layers:
-        key = id(layer.measurements)
+        is_last = layer is profile.layers[-1]
+        key = (id(layer.measurements), is_last)
         if key not in priced:
-            priced[key] = tuple(_priced_row(row, device, profile.dtype) for row in layer.measurements)
+            priced[key] = tuple(_priced_row(row, device, profile, is_last=is_last) for row in layer.measurements)
         layers.append(LayerProfile.model_copy(layer, update={"measurements": priced[key]}))
     return profile.model_copy(update={"device": device.id, "layers": tuple(layers)})
 
 
-def _priced_row(row: Measurement, device: DeviceSpec, dtype: DataType) -> Measurement:
-    seconds = computation(row, device, dtype)
+def _priced_row(row: Measurement, device: DeviceSpec, profile: ModelProfile, *, is_last: bool) -> Measurement:
+    casts = find_framework(OURS).fp8 if profile.precision == "fp8" else None
+    told = told_fp8(row, profile.dtype, casts, is_last=is_last) if casts else row
+    seconds = computation(told, device, profile.dtype, casts=casts)
     return row.model_copy(
         update={
             "forward_seconds": seconds.forward_seconds,

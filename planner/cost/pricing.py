@@ -299,8 +299,8 @@ class LayerPricing:
         )
 
     def _computation(self, row: Measurement) -> Computation:
-        work = self.work
-        return in_chunks(row, work.device, work.profile.dtype, work.constants, self.layout.sequence_chunks)
+        work, chunks = self.work, self.layout.sequence_chunks
+        return in_chunks(row, work.device, work.profile.dtype, work.constants, chunks, work.casts)
 
     def _local_parameters(self) -> ParameterCount:
         """On one rank of the tensor-parallel group."""

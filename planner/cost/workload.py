@@ -7,10 +7,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from planner.cost.fp8 import check_fp8, told_fp8
 from planner.errors import DocumentError, MismatchError
 from planner.spec.calibration import DEFAULT, Constants, constants_for
 from planner.spec.cluster import Cluster, DeviceSpec, Link
 from planner.spec.devices import catalogue, domain_of, find_device, links_of
+from planner.spec.fp8 import Fp8Casts
 from planner.spec.frameworks import Framework, find_framework
 from planner.spec.job import COMPUTE_TYPE, Job
 from planner.spec.profile import LayerProfile, Measurement, ModelProfile, RecomputeMode
@@ -99,16 +101,31 @@ class Workload:
     @cached_property
     def sizes(self) -> dict[_Size, tuple[dict[RecomputeMode, Measurement], ...]]:
         """`rows` with all degrees that split a layer."""
-        known: dict[str, tuple[LayerProfile | None, _RowTable]] = {}
+        known: dict[tuple[str, bool], tuple[LayerProfile | None, _RowTable]] = {}
         tables = []
-        for layer in self.profile.layers:
-            twin, table = known.get(layer.kind, (None, {}))
+        for place, layer in enumerate(self.profile.layers, 1):
+            is_last = self.casts is not None and place == len(self.profile.layers)
+            twin, table = known.get((layer.kind, is_last), (None, {}))
             if twin is None or twin.measurements != layer.measurements:
-                table = _rows_by_size(layer, self.job.sequence_length)
-                known[layer.kind] = (layer, table)
+                table = self._rows_by_size(layer, is_last)
+                known[layer.kind, is_last] = (layer, table)
             tables.append(table)
         sizes = set(tables[0]).intersection(*tables[1:])
         return {size: tuple(table[size] for table in tables) for size in sorted(sizes)}
+
+    def _rows_by_size(self, layer: LayerProfile, is_last: bool) -> _RowTable:
+        """A layer's measurements; for precision fp8, with what runs in it told."""
+        table: _RowTable = {}
+        for row in layer.measurements:
+            if row.sequence_length == self.job.sequence_length:
+                told = told_fp8(row, self.profile.dtype, self.casts, is_last=is_last) if self.casts else row
+                table.setdefault(_size(row), {})[row.recompute] = told
+        return table
+
+    @property
+    def casts(self) -> Fp8Casts | None:
+        """What the framework casts for precision fp8; None: the job has another."""
+        return self.framework.fp8 if self.job.precision == "fp8" else None
 
     @cached_property
     def order(self) -> dict[str, int]:
@@ -146,14 +163,6 @@ class Workload:
     def latest(self) -> dict[Any, Any]:
         """What `planner.cost.layout` has priced last."""
         return {}
-
-
-def _rows_by_size(layer: LayerProfile, sequence_length: int) -> _RowTable:
-    table: _RowTable = {}
-    for row in layer.measurements:
-        if row.sequence_length == sequence_length:
-            table.setdefault(_size(row), {})[row.recompute] = row
-    return table
 
 
 def _size(row: Measurement) -> _Size:
@@ -308,6 +317,14 @@ def _check_precision(work: Workload) -> None:
             field="job.precision",
             mend=f"profile the model with --dtype {wanted}, or choose a precision of {work.profile.dtype}.",
         )
+    if work.profile.device != COUNTED and (work.profile.precision == "fp8") != (work.job.precision == "fp8"):
+        raise MismatchError(
+            f"the profile's seconds were measured in {work.profile.precision or work.profile.dtype}, and do not tell "
+            f"those of precision {work.job.precision!r}.",
+            field="job.precision",
+            mend="measure it with `planner profile MODEL --precision fp8` for precision fp8, without for another; or use "
+            "counts, which serve both: planner plan --model.",
+        )
 
 
 def _check_device(work: Workload, field: str) -> None:
@@ -326,6 +343,8 @@ def _check_device(work: Workload, field: str) -> None:
             field="job.precision",
             mend="choose a precision that the device has, measure a profile on it, or give the peak inline.",
         )
+    if measured_on == COUNTED and work.casts:
+        check_fp8(work.device, field="job.precision")
     if measured_on == COUNTED and work.device.memory_bandwidth_bytes_per_second is None:
         raise DocumentError(
             "the device has no memory bandwidth, so memory-bound operations have no price.",

@@ -36,6 +36,8 @@ class Constants:
     """d of equation (K1), elements."""
     unaligned_fraction: float = 1.0
     """u of equation (K1)."""
+    fp8_fraction: float = 0.8
+    """Share of the device's fp8 peak that a linear layer's products reach / share of the bf16 peak (K1)."""
     memory_fraction: float = 0.85
     """Of the data-sheet memory bandwidth that streaming kernels reach."""
     softmax_fraction: float = 1.0

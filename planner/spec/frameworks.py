@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from planner.errors import UnknownNameError
+from planner.spec.fp8 import COMPILED, DELAYED, EAGER, Fp8Casts
 from planner.spec.profile import RecomputeMode
 
 AttentionKernel = Literal["flash", "flash-1", "flash-3", "fused-softmax", "unfused"]
@@ -128,6 +129,8 @@ class Framework:
     torch.utils.checkpoint without reentrance)."""
     checkpoints_shards: bool = False
     """A recomputed block keeps its input split over the tensor-parallel ranks."""
+    fp8: Fp8Casts = EAGER
+    """What is cast for products in fp8, where a job asks for them."""
 
 
 _ALL = (
@@ -171,6 +174,7 @@ _ALL = (
         fp32_gradients=True,
         overlaps_reduction=True,
         overlaps_gathers=True,
+        fp8=DELAYED,
     ),
     Framework(
         "megatron-deepspeed",
@@ -231,6 +235,7 @@ _ALL = (
         overlaps_reduction=True,
         overlaps_gathers=True,
         stops_recompute=True,
+        fp8=COMPILED,
     ),
     Framework(
         "kempnerforge",
@@ -311,6 +316,7 @@ _ALL = (
         fuses_elementwise=True,
         overlaps_reduction=True,
         overlaps_gathers=True,
+        fp8=DELAYED,
     ),
 )
 FRAMEWORKS: dict[str, Framework] = {framework.name: framework for framework in _ALL}

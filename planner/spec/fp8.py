@@ -1,0 +1,67 @@
+"""How frameworks run linear layers in fp8: what they cast, when, and what that moves.
+
+A linear layer's three products take operands in fp8 (e4m3; gradients in e5m2) that were scaled by their absolute
+maximum first (Micikevicius et al. 2022, "FP8 Formats for Deep Learning"). Finding it and casting are kernels of their
+own, bound by the bytes they move; how many there are is the framework's doing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Operand = Literal["input", "weight", "gradient"]
+"""Of a linear layer's products: its input, its weight, and the gradient of its output."""
+MULTIPLE = 16
+"""Sizes of operands that the products take (torch._scaled_mm; cuBLAS wants rows of 16 bytes)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """One operand, cast to fp8 or laid out anew in fp8."""
+
+    operand: Operand
+    bytes_per_element: float
+    """Read and written, by all of its kernels together."""
+    kernels: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Casts:
+    """What is cast for the three products of one micro-batch."""
+
+    forward: tuple[Cast, ...]
+    backward_input: tuple[Cast, ...]
+    backward_weight: tuple[Cast, ...]
+    reduces_maxima: bool = False
+    """The scale of a tensor that is split over the tensor-parallel ranks is that of the whole one: one all-reduce of a
+    number or two in each pass."""
+
+
+EAGER = Fp8Casts(
+    # abs (2 read, 2 written), max (2), to fp32 (2, 4), times the scale (4, 4), clamp (4, 4), to fp8 (4, 1); of one
+    # number: to fp64, clamp, divide, to fp32. The backward knows the scales. Products take their second operand by
+    # columns and the first by rows: what lies otherwise is copied (1, 1).
+    forward=(Cast("input", 33, 10), Cast("weight", 33, 10)),
+    backward_input=(Cast("gradient", 33, 10), Cast("weight", 29, 5)),
+    backward_weight=(Cast("gradient", 2, 1), Cast("input", 29, 5)),
+    reduces_maxima=True,
+)
+"""torchao.float8's dynamic tensorwise scaling, kernel by kernel, as planner.executor runs it: tensor_to_amax,
+amax_to_scale, _ToFloat8ConstrFunc, preprocess_addmm."""
+COMPILED = Fp8Casts(
+    # One kernel finds the maximum (2 read), one scales and casts (2, 1); the backward's second layout is written by it.
+    forward=(Cast("input", 5, 2), Cast("weight", 5, 2)),
+    backward_input=(Cast("gradient", 5, 2), Cast("weight", 5, 2)),
+    backward_weight=(Cast("gradient", 2, 1), Cast("input", 5, 2)),
+    reduces_maxima=True,
+)
+"""The same under torch.compile, as torchtitan runs it (docs/float8.md there)."""
+DELAYED = Fp8Casts(
+    # One kernel casts, transposes and finds the maximum for a later step (2 read, 1 and 1 written); weights are cast
+    # once per step, for the first micro-batch.
+    forward=(Cast("input", 4, 1),),
+    backward_input=(Cast("gradient", 4, 1),),
+    backward_weight=(),
+)
+"""TransformerEngine's delayed scaling: transformer_engine.pytorch.Linear, cast_transpose, is_first_microbatch."""
