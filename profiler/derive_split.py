@@ -142,7 +142,7 @@ class _Shapes:
         """See `profiler.split_tensor.Ranks`."""
         return whole
 
-    read = leave = add = enter
+    read = leave = add = largest = enter
 
     def total(self, partial: Tensor) -> Tensor:
         """See `profiler.split_tensor.Ranks`. An exchange in the midst of a region is not chosen unasked."""

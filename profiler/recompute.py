@@ -91,6 +91,23 @@ def recomputing(parts: Iterable[tuple[nn.Module, Observer]], mode: RecomputeMode
         yield
 
 
+def own_forward(module: nn.Module) -> Any:
+    """The forward that was set on this module and not on its class, without the recomputation around it; None: none."""
+    forward = vars(module).get("forward")
+    inner = forward.args[0] if _recomputes(forward) else forward
+    return None if getattr(inner, "__self__", None) is module else inner
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Give a module another forward, in place; it goes on recomputing as it did."""
+    old = vars(module).get("forward")
+    module.forward = partial(_run, forward, *old.args[1:]) if _recomputes(old) else forward
+
+
+def _recomputes(forward: Any) -> bool:
+    return isinstance(forward, partial) and forward.func is _run
+
+
 def _restore(module: nn.Module, forward: Any) -> None:
     """Give a module back the forward that it had of its own, if any."""
     if forward is not None:

@@ -32,6 +32,11 @@ def _summed(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     return _wait(collectives.all_reduce(tensor.contiguous(), "sum", mesh))
 
 
+def largest_in_group(values: Tensor, mesh: DeviceMesh) -> Tensor:
+    """For each of some numbers the largest one of all ranks of a group; without a gradient."""
+    return _wait(collectives.all_reduce(values, "max", mesh))
+
+
 class _Enter(torch.autograd.Function):
     """Nothing on the way there; the gradients are added up on the way back."""
 
@@ -119,6 +124,10 @@ class GroupRanks:
         """See `profiler.split_tensor.Ranks`."""
         summed: Tensor = _Leave.apply(partial, self._mesh)  # type: ignore[no-untyped-call]
         return summed
+
+    def largest(self, values: Tensor) -> Tensor:
+        """See `profiler.split_tensor.Ranks`."""
+        return largest_in_group(values, self._mesh)
 
     def gather(self, part: Tensor) -> Tensor:
         """See `profiler.split_tensor.Ranks`."""

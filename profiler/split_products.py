@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -96,14 +95,24 @@ def split_columns(module: nn.Module, sections: int, ranks: Ranks, hold: Hold) ->
     module.weight = hold(parameters["weight"], product.outputs, sections)
     if parameters["bias"] is not None:
         module.bias = hold(parameters["bias"], 0, sections)
-    module.forward = partial(_columns, module, product, sections, ranks)
+    module.forward = Columns(module, product, ranks, sections)
 
 
-def _columns(module: nn.Module, product: Product, sections: int, ranks: Ranks, input: Tensor) -> SplitTensor:
-    if isinstance(input, SplitTensor):
-        raise NoRuleError("a column-wise product of a split tensor")
-    made = product.run(module, ranks.read(input), *_parameters(module))
-    return SplitTensor(made, product.features, ranks, sections)
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The forward of a module that holds this rank's columns."""
+
+    module: nn.Module
+    product: Product
+    ranks: Ranks
+    sections: int
+
+    def __call__(self, input: Tensor) -> SplitTensor:
+        """Of a whole tensor."""
+        if isinstance(input, SplitTensor):
+            raise NoRuleError("a column-wise product of a split tensor")
+        made = self.product.run(self.module, self.ranks.read(input), *_parameters(self.module))
+        return SplitTensor(made, self.product.features, self.ranks, self.sections)
 
 
 def split_rows(module: nn.Module, ranks: Ranks, hold: Hold) -> None:
@@ -111,15 +120,25 @@ def split_rows(module: nn.Module, ranks: Ranks, hold: Hold) -> None:
     added to the sum."""
     product = _known(module)
     module.weight = hold(module._parameters["weight"], product.inputs, 1)  # type: ignore[arg-type]
-    module.forward = partial(_rows, module, product, ranks)
+    module.forward = Rows(module, product, ranks)
 
 
-def _rows(module: nn.Module, product: Product, ranks: Ranks, input: Tensor) -> Tensor:
-    if not isinstance(input, SplitTensor) or not reads_split_features(product, input):
-        raise NoRuleError("a row-wise product of a tensor whose features are not split")
-    weight, bias = _parameters(module)
-    summed = ranks.leave(product.run(module, input.local, weight, None))
-    return summed if bias is None else summed + ranks.add(bias).view(-1, *(1,) * (-product.features - 1))
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The forward of a module that holds this rank's rows."""
+
+    module: nn.Module
+    product: Product
+    ranks: Ranks
+
+    def __call__(self, input: Tensor) -> Tensor:
+        """Of a tensor whose features are split."""
+        product, ranks = self.product, self.ranks
+        if not isinstance(input, SplitTensor) or not reads_split_features(product, input):
+            raise NoRuleError("a row-wise product of a tensor whose features are not split")
+        weight, bias = _parameters(self.module)
+        summed = ranks.leave(product.run(self.module, input.local, weight, None))
+        return summed if bias is None else summed + ranks.add(bias).view(-1, *(1,) * (-product.features - 1))
 
 
 def reads_split_features(product: Product, input: SplitTensor) -> bool:

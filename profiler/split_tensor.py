@@ -47,6 +47,9 @@ class Ranks(Protocol):
     def total(self, partial: Tensor) -> Tensor:
         """The sum over the group, whole on every rank, also with sequence parallelism."""
 
+    def largest(self, values: Tensor) -> Tensor:
+        """For each of some numbers the largest one of all ranks; without a gradient."""
+
     def gather(self, part: Tensor) -> Tensor:
         """(..., features of this rank) -> (..., all features), with which all ranks do the same; of the gradients each
         keeps its part."""

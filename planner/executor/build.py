@@ -38,6 +38,7 @@ from planner.spec.profile import RecomputeMode, SharedParameters
 from profiler import tensor_parallel
 from profiler.compute_type import cast_rest
 from profiler.cut import LayerCut
+from profiler.float8 import float8_modules, run_in_float8
 from profiler.models import ModelSource
 from profiler.parameters import hidden_matrices
 from profiler.sequence import use_lower_right
@@ -158,7 +159,10 @@ def build_rank(
     for stage in stages.values():
         cast_rest(stage, COMPUTE_DTYPE[plan.request.job.precision], buffers=source.config is None)
     tie(list(stages.values()), cut.shared_parameters)
+    float8 = _float8_modules(plan, source, stages.values())
     partial = _shard(plan, {mine[index]: stage for index, stage in stages.items()}, source, mesh)
+    for stage in stages.values():
+        run_in_float8(stage, float8)
     module = merge(list(stages.values()))
     job = plan.request.job
     layers_held = _layers_held(cut, mine, stages)
@@ -217,6 +221,14 @@ def _fill_stage(
         seed=seed,
         narrow=keep_all if mesh.expert_spread is None else partial(keep_share, source, mesh.expert_spread),
     )
+
+
+def _float8_modules(plan: Plan, source: ModelSource, stages: Iterable[nn.Module]) -> frozenset[str]:
+    """Modules whose products run in fp8, of stages that are not split yet; none in other precisions."""
+    if plan.request.job.precision != "fp8":
+        return frozenset()
+    degree = plan.layout.tensor_parallel_degree
+    return frozenset(name for stage in stages for name in float8_modules(stage, source, degree))
 
 
 def _reducer(stages: Mapping[int, nn.Module], mesh: Mesh) -> Reducer | None:

@@ -35,6 +35,7 @@ from planner.executor.weights import Weights
 from planner.spec.document import read
 from planner.spec.measured import MeasuredRun
 from planner.spec.plan import Plan
+from profiler.float8 import check_float8, emulation
 from profiler.models import ModelSource, load_model
 from profiler.sequence import check_pieces
 
@@ -145,7 +146,8 @@ class Executor:
         peak = peak_bytes(self.device)
         mine = rank_of(self.part.module, self.part.optimizer, self.part.offload, self.mesh, peak_bytes=peak)
         measured = gather(self.plan, self.source.name, self.device, mine, records, first)
-        return measured.model_copy(update={"warnings": self._trainer.warnings})
+        emulated = emulation(self.plan.request.job.precision, self.device)
+        return measured.model_copy(update={"warnings": (*emulated, *self._trainer.warnings)})
 
     @property
     def stopped(self) -> bool:
@@ -202,7 +204,8 @@ def check_model(plan: Plan, source: ModelSource) -> None:
 
     Raises:
         MismatchError: parameters or layers differ.
-        UnsupportedError: the plan cuts sequences, and the model mixes its tokens otherwise than by causal attention.
+        UnsupportedError: the plan cuts sequences, and the model mixes its tokens otherwise than by causal attention; or
+            it is to run in fp8 what the model does not have.
     """
     profile = plan.request.profile
     if profile is not None and profile.model_digest and profile.model_digest != source.digest:
@@ -221,6 +224,8 @@ def check_model(plan: Plan, source: ModelSource) -> None:
     stage_ranges(plan, planned.cut())
     if plan.layout.sequence_chunks * plan.layout.context_parallel_degree > 1:
         check_pieces(planned)
+    if plan.request.job.precision == "fp8":
+        check_float8(planned)
 
 
 def data_spec(plan: Plan, source: ModelSource) -> DataSpec:

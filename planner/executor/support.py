@@ -18,6 +18,7 @@ from planner.spec.job import WHOLE_PARAMETERS
 from planner.spec.layout import RankOrder
 from planner.spec.plan import Plan, RankPlacement
 from planner.spec.profile import RecomputeMode
+from profiler.low_bit import require_torchao
 
 RECOMPUTE_MODES = get_args(RecomputeMode)
 
@@ -51,7 +52,7 @@ def check_plan(plan: Plan) -> Grid:
     """The grid of a plan that this executor can run.
 
     Raises:
-        UnsupportedError: the plan uses something that the executor does not carry out.
+        UnsupportedError: the plan uses something that the executor does not carry out, or that is not installed.
         LayoutError: degrees, stages, actions, placement and batch do not fit together.
         ScheduleError: a text is no action.
     """
@@ -62,6 +63,7 @@ def check_plan(plan: Plan) -> Grid:
                 field=field,
                 mend=f"plan with {' or '.join(repr(item) for item in known)}.",
             )
+    _check_installed(plan)
     grid = grid_of(plan)
     _check_rank_order(plan, grid)
     _check_stages(plan, grid)
@@ -86,6 +88,14 @@ def _choices(plan: Plan) -> Iterator[tuple[str, object, tuple[object, ...]]]:
     for stage in plan.stages:
         for index, layer in enumerate(stage.layers):
             yield f"stages[{stage.index}].layers[{index}].recompute", layer.recompute, modes
+
+
+def _check_installed(plan: Plan) -> None:
+    job = plan.request.job
+    if job.optimizer == "adam-8bit":
+        require_torchao("adam-8bit", field="request.job.optimizer", instead="adamw")
+    if job.precision == "fp8":
+        require_torchao("fp8", field="request.job.precision", instead="bf16-mixed")
 
 
 def grid_of(plan: Plan) -> Grid:
