@@ -22,7 +22,7 @@ from planner.cost.fp8 import cast_seconds, check_fp8, kernels_of, product_second
 from planner.errors import MismatchError
 from planner.spec.calibration import DEFAULT, OURS, Constants
 from planner.spec.cluster import DeviceSpec
-from planner.spec.fp8 import Fp8Casts
+from planner.spec.fp8 import Cast, Fp8Casts, Operand
 from planner.spec.frameworks import find_framework
 from planner.spec.profile import DataType, LayerProfile, Measurement, ModelProfile, Operation
 
@@ -79,17 +79,13 @@ def linear_seconds(
     """Seconds of one linear layer in fp8: forward, input gradient, weight gradient; equations (C7) and (C8)."""
     launch, bandwidth = launch_seconds(device, constants), reached_bandwidth(device, constants)
     reached = reached_fp8(device, constants, matmul_fraction(operation, device, constants))
-    forward, of_input, of_weight = (
-        product_seconds(operation, result, reached, bandwidth)
-        + launch
-        + cast_seconds(operation, cast, bandwidth, launch)
-        for result, cast in (
-            ("gradient", casts.forward),
-            ("input", casts.backward_input),
-            ("weight", casts.backward_weight),
-        )
-    )
-    return forward, of_input, of_weight
+
+    def once(result: Operand, cast: tuple[Cast, ...]) -> float:
+        product = product_seconds(operation, result, reached, bandwidth)
+        return product + launch + cast_seconds(operation, cast, bandwidth, launch)
+
+    forward = once("gradient", casts.forward)
+    return forward, once("input", casts.backward_input), once("weight", casts.backward_weight)
 
 
 def matmul_fraction(operation: Operation, device: DeviceSpec, constants: Constants) -> float:

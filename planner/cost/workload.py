@@ -322,8 +322,8 @@ def _check_precision(work: Workload) -> None:
             f"the profile's seconds were measured in {work.profile.precision or work.profile.dtype}, and do not tell "
             f"those of precision {work.job.precision!r}.",
             field="job.precision",
-            mend="measure it with `planner profile MODEL --precision fp8` for precision fp8, without for another; or use "
-            "counts, which serve both: planner plan --model.",
+            mend="measure it with `planner profile MODEL --precision fp8` for precision fp8, without for another; or "
+            "use counts, which serve both: planner plan --model.",
         )
 
 

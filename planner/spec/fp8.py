@@ -38,25 +38,17 @@ class Fp8Casts:
     number or two in each pass."""
 
 
-EAGER = Fp8Casts(
-    # abs (2 read, 2 written), max (2), to fp32 (2, 4), times the scale (4, 4), clamp (4, 4), to fp8 (4, 1); of one
-    # number: to fp64, clamp, divide, to fp32. The backward knows the scales. Products take their second operand by
-    # columns and the first by rows: what lies otherwise is copied (1, 1).
-    forward=(Cast("input", 33, 10), Cast("weight", 33, 10)),
-    backward_input=(Cast("gradient", 33, 10), Cast("weight", 29, 5)),
-    backward_weight=(Cast("gradient", 2, 1), Cast("input", 29, 5)),
-    reduces_maxima=True,
-)
-"""torchao.float8's dynamic tensorwise scaling, kernel by kernel, as planner.executor runs it: tensor_to_amax,
-amax_to_scale, _ToFloat8ConstrFunc, preprocess_addmm."""
-COMPILED = Fp8Casts(
-    # One kernel finds the maximum (2 read), one scales and casts (2, 1); the backward's second layout is written by it.
+DYNAMIC = Fp8Casts(
+    # One compiled kernel finds the maximum (2 bytes read), one scales and casts (2 read, 1 written). The backward knows
+    # the scales of input and weight. Products take their first operand by rows and the second by columns: what lies
+    # otherwise is copied (1 read, 1 written).
     forward=(Cast("input", 5, 2), Cast("weight", 5, 2)),
     backward_input=(Cast("gradient", 5, 2), Cast("weight", 5, 2)),
     backward_weight=(Cast("gradient", 2, 1), Cast("input", 5, 2)),
     reduces_maxima=True,
 )
-"""The same under torch.compile, as torchtitan runs it (docs/float8.md there)."""
+"""torchao.float8's dynamic tensorwise scaling, whose casts are compiled, as planner.executor and torchtitan run it:
+tensor_to_amax, _ToFloat8ConstrFunc, preprocess_addmm."""
 DELAYED = Fp8Casts(
     # One kernel casts, transposes and finds the maximum for a later step (2 read, 1 and 1 written); weights are cast
     # once per step, for the first micro-batch.

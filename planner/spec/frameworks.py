@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from planner.errors import UnknownNameError
-from planner.spec.fp8 import COMPILED, DELAYED, EAGER, Fp8Casts
+from planner.spec.fp8 import DELAYED, DYNAMIC, Fp8Casts
 from planner.spec.profile import RecomputeMode
 
 AttentionKernel = Literal["flash", "flash-1", "flash-3", "fused-softmax", "unfused"]
@@ -129,7 +129,7 @@ class Framework:
     torch.utils.checkpoint without reentrance)."""
     checkpoints_shards: bool = False
     """A recomputed block keeps its input split over the tensor-parallel ranks."""
-    fp8: Fp8Casts = EAGER
+    fp8: Fp8Casts = DYNAMIC
     """What is cast for products in fp8, where a job asks for them."""
 
 
@@ -235,7 +235,6 @@ _ALL = (
         overlaps_reduction=True,
         overlaps_gathers=True,
         stops_recompute=True,
-        fp8=COMPILED,
     ),
     Framework(
         "kempnerforge",

@@ -29,14 +29,18 @@ def _check_profile(plan: Plan, facts: Facts, findings: Findings) -> None:
 def _check_types(facts: Facts, findings: Findings) -> None:
     profile = facts.profile
     findings.equal("request.job.precision", COMPUTE_TYPE[facts.job.precision], profile.dtype)
+    is_low = facts.job.precision == "fp8"
+    if profile.device != "counted" and (profile.precision == "fp8") != is_low:
+        wanted = "in fp8" if is_low else f"in {profile.dtype} alone"
+        findings.wrong("profile.precision", f"seconds were not measured {wanted}, as the job's precision asks.")
     for device in {group.device.id: group.device for group in facts.groups}.values():
         if profile.device not in ("counted", device.id):
             message = f"seconds were measured on {profile.device}, the cluster has {device.id}."
             findings.wrong("profile.device", message)
         if profile.device != "counted":
             continue
-        if profile.dtype not in device.peak_flops_per_second:
-            message = f"FLOPs were counted, but {device.id} has no peak for {profile.dtype}."
-            findings.wrong("profile.device", message)
+        for kind in (profile.dtype, *(("fp8",) if is_low else ())):
+            if kind not in device.peak_flops_per_second:
+                findings.wrong("profile.device", f"FLOPs were counted, but {device.id} has no peak for {kind}.")
         if device.memory_bandwidth_bytes_per_second is None:
             findings.wrong("profile.device", f"bytes were counted, but {device.id} has no memory bandwidth.")

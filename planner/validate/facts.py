@@ -8,6 +8,8 @@ from functools import cached_property
 
 from planner.spec.calibration import Constants
 from planner.spec.cluster import Cluster
+from planner.spec.fp8 import Fp8Casts
+from planner.spec.frameworks import find_framework
 from planner.spec.job import Job
 from planner.spec.layout import Layout
 from planner.spec.plan import Plan, RankPlacement
@@ -34,6 +36,11 @@ class Facts:
         """Micro-batches of every data-parallel rank."""
         layout = self.layout
         return layout.micro_batch_shares or (self.micro_batches,) * layout.data_parallel_degree
+
+    @property
+    def casts(self) -> Fp8Casts | None:
+        """What our own executor casts to fp8; None: the job's precision is another."""
+        return find_framework("planner").fp8 if self.job.precision == "fp8" else None
 
     @property
     def devices(self) -> int:

@@ -1,7 +1,7 @@
 """Seconds of kernels and collectives, written down again from the documented equations.
 
 Kernels: the roofline (Williams, Waterman, Patterson 2009), equations (C1) to (C4) of the cost model's documentation,
-and (Q3) for sequences that are cut into chunks.
+(C7) and (C8) for linear layers in fp8, and (Q3) for sequences that are cut into chunks.
 Collectives: the ring in the latency-bandwidth model (Patarasuk, Yuan 2009), equations (L1) to (L5); over nodes,
 first inside each node and then between them.
 """
@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from planner.spec.calibration import Constants
 from planner.spec.cluster import DeviceSpec, Link
+from planner.spec.fp8 import Cast, Fp8Casts
 from planner.spec.profile import BYTES_PER_ELEMENT, DataType, Measurement, Operation
 from planner.validate.communicators import Spread
 
@@ -37,6 +38,19 @@ class Machine(NamedTuple):
     device: DeviceSpec
     dtype: DataType
     constants: Constants
+    casts: Fp8Casts | None = None
+    """Of an fp8 job."""
+
+    @property
+    def launch(self) -> float:
+        """Seconds of starting a kernel."""
+        fitted = self.constants.kernel_seconds
+        return self.device.launch_seconds if fitted is None else fitted
+
+    def moving(self, size_bytes: float) -> float:
+        """Seconds of reading and writing so many bytes."""
+        bandwidth = self.device.memory_bandwidth_bytes_per_second
+        return size_bytes / (bandwidth * self.constants.memory_fraction) if bandwidth else 0.0
 
 
 def layer_seconds(row: Measurement, machine: Machine) -> LayerSeconds:
@@ -50,19 +64,21 @@ def layer_seconds(row: Measurement, machine: Machine) -> LayerSeconds:
     else:
         forward, of_input, of_weight = _as_one_product(row, machine)
     if row.recompute_operations:
-        again = sum(one.count * _kernel(one, machine, 1.0, 1.0) for one in row.recompute_operations)
+        again = sum(_operation_seconds(one, machine)[0] for one in row.recompute_operations)
     elif row.forward_flops:
         again = forward * min(1.0, row.recompute_flops / row.forward_flops)
     else:
         again = forward if row.recompute == "full" else 0.0
-    return _over_host(row, LayerSeconds(forward, of_input, of_weight, again), machine.constants)
+    return _over_host(row, LayerSeconds(forward, of_input, of_weight, again), machine)
 
 
 def chunked_seconds(row: Measurement, machine: Machine, chunks: int) -> LayerSeconds:
     """Of a micro-batch that goes through in sequence chunks: equation (Q3). Every kernel runs once for each, with all
     of a product's weights; what was measured grows as the roofline says."""
     whole = layer_seconds(row, machine)
-    if chunks == 1 or not row.operations or machine.dtype not in machine.device.peak_flops_per_second:
+    peaks = machine.device.peak_flops_per_second
+    is_priced = machine.dtype in peaks and (machine.casts is None or "fp8" in peaks)
+    if chunks == 1 or not row.operations or not is_priced:
         return whole
     unmeasured = row.model_copy(update={"forward_seconds": None})
     shorter = {
@@ -88,13 +104,19 @@ def _shortened(one: Operation, chunks: int, element_bytes: int) -> Operation:
     )
 
 
-def _over_host(row: Measurement, device: LayerSeconds, constants: Constants) -> LayerSeconds:
-    """Equation (K2): kernels that the host launches, by its seconds for each."""
+def _over_host(row: Measurement, device: LayerSeconds, machine: Machine) -> LayerSeconds:
+    """Equation (K2): kernels that the host launches, by its seconds for each; casts are kernels too."""
+    constants = machine.constants
     if not constants.host_forward_seconds and not constants.host_backward_seconds:
         return device
     launched = sum(one.count for one in row.operations)
     twice = sum(one.count for one in row.operations if one.kind in ("matmul", "convolution"))
     again = sum(one.count for one in row.recompute_operations)
+    if machine.casts is not None:
+        first, *later = (sum(cast.kernels for cast in casts) for casts in _passes(machine.casts))
+        low = sum(one.count for one in row.operations if one.is_linear)
+        again += first * sum(one.count for one in row.recompute_operations if one.is_linear)
+        launched, twice = launched + first * low, twice + (sum(later) - first) * low
     backward = device.backward_input + device.backward_weight
     floor = _norm(backward, (launched + twice) * constants.host_backward_seconds)
     slower = floor / backward if backward else 1.0
@@ -113,6 +135,8 @@ def _norm(first: float, second: float) -> float:
 def _operation_seconds(one: Operation, machine: Machine) -> tuple[float, float, float]:
     """(forward, input gradient, weight gradient) of all runs of an operation: equations (C1) to (C3)."""
     constants = machine.constants
+    if machine.casts is not None and one.is_linear:
+        return _low_precision_seconds(one, machine, machine.casts)
     forward = one.count * _kernel(one, machine, 1.0, 1.0)
     if one.kind in ("matmul", "convolution"):
         return forward, forward, forward
@@ -123,21 +147,43 @@ def _operation_seconds(one: Operation, machine: Machine) -> tuple[float, float, 
 
 
 def _kernel(one: Operation, machine: Machine, flops: float, size: float) -> float:
-    """The slower of computing and moving, and the launch: equations (C1) and (K1)."""
-    device, dtype, constants = machine
-    launch = device.launch_seconds if constants.kernel_seconds is None else constants.kernel_seconds
-    bandwidth = device.memory_bandwidth_bytes_per_second
-    moving = one.bytes * size / (bandwidth * constants.memory_fraction) if bandwidth else 0.0
+    """The slower of computing and moving, and the launch: equation (C1)."""
+    moving, constants = machine.moving(one.bytes * size), machine.constants
     if one.kind in ("memory", "softmax"):
-        return moving / (constants.softmax_fraction if one.kind == "softmax" else 1.0) + launch
-    efficiency = device.achievable_fraction * constants.matmul_fraction
+        return moving / (constants.softmax_fraction if one.kind == "softmax" else 1.0) + machine.launch
+    peak = machine.device.peak_flops_per_second[machine.dtype]
+    return max(one.flops * flops / (peak * _efficiency(one, machine)), moving) + machine.launch
+
+
+def _efficiency(one: Operation, machine: Machine) -> float:
+    """Of the peak: equation (K1)."""
+    constants = machine.constants
+    efficiency = machine.device.achievable_fraction * constants.matmul_fraction
     if one.kind in FUSED_ATTENTION:
         efficiency *= constants.attention_fraction * FUSED_ATTENTION[one.kind]
     elif one.m:
         efficiency *= constants.unaligned_fraction if one.n % 2 or one.k % 2 else 1.0
         efficiency /= 1 + constants.matmul_edge * (1 / one.m + 1 / one.n + 1 / one.k)
-    computing = one.flops * flops / (device.peak_flops_per_second[dtype] * efficiency)
-    return max(computing, moving) + launch
+    return efficiency
+
+
+def _passes(casts: Fp8Casts) -> tuple[tuple[Cast, ...], ...]:
+    return casts.forward, casts.backward_input, casts.backward_weight
+
+
+def _low_precision_seconds(one: Operation, machine: Machine, casts: Fp8Casts) -> tuple[float, float, float]:
+    """A linear layer in fp8, pass by pass: each product writes another of the three tensors, in two bytes, and reads
+    the others in one, (C7); what is cast for it moves its bytes, (C8)."""
+    size = {"input": one.m * one.k, "weight": one.k * one.n, "gradient": one.m * one.n}
+    rate = machine.device.peak_flops_per_second["fp8"] * machine.constants.fp8_fraction * _efficiency(one, machine)
+    passes = []
+    for written, cast in zip(("gradient", "input", "weight"), _passes(casts), strict=True):
+        product = max(one.flops / rate, machine.moving(sum(size.values()) + size[written]))
+        moved = sum(size[each.operand] * each.bytes_per_element for each in cast)
+        kernels = 1 + sum(each.kernels for each in cast)
+        passes.append(one.count * (product + machine.moving(moved) + kernels * machine.launch))
+    forward, of_input, of_weight = passes
+    return forward, of_input, of_weight
 
 
 def _as_one_product(row: Measurement, machine: Machine) -> tuple[float, float, float]:

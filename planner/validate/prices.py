@@ -18,6 +18,7 @@ from planner.spec.recipes import OgpRecipe, ParameterCount, recipe
 from planner.validate.communicators import Site
 from planner.validate.facts import Facts
 from planner.validate.formulas import FUSED_ATTENTION, Machine, chunked_seconds, collective_seconds, send_seconds
+from planner.validate.fp8 import low_precision_row
 from planner.validate.offload import copied_seconds
 
 NANOSECOND = 1e-9
@@ -130,15 +131,24 @@ class Prices:
     @cached_property
     def layers(self) -> tuple[dict[RecomputeMode, LayerPrice], ...]:
         """By layer, in the model's order, and recompute mode; identical layers share one dict."""
-        known: dict[tuple[int, int], dict[RecomputeMode, LayerPrice]] = {}
+        known: dict[tuple[int, int, bool], dict[RecomputeMode, LayerPrice]] = {}
         prices = []
-        for layer in self.facts.profile.layers:
-            key = (id(layer.measurements), layer.parameters)
+        for place, layer in enumerate(self.facts.profile.layers, 1):
+            is_output = place == len(self.facts.profile.layers)
+            key = (id(layer.measurements), layer.parameters, is_output)
             if key not in known:
-                rows = self.facts.rows(layer)
+                rows = self._rows(layer, is_output=is_output)
                 known[key] = {mode: self._price(layer, row, plain_row(rows)) for mode, row in rows.items()}
             prices.append(known[key])
         return tuple(prices)
+
+    def _rows(self, layer: LayerProfile, *, is_output: bool) -> dict[RecomputeMode, Measurement]:
+        """Of the layer under this layout, told what runs in fp8."""
+        rows, casts = self.facts.rows(layer), self.facts.casts
+        if casts is None:
+            return rows
+        dtype = self.facts.profile.dtype
+        return {mode: low_precision_row(row, dtype, casts, is_output=is_output) for mode, row in rows.items()}
 
     @cached_property
     def shared(self) -> tuple[SharedPrice, ...]:
@@ -176,7 +186,8 @@ class Prices:
 
     def _price(self, layer: LayerProfile, row: Measurement, plain: Measurement) -> LayerPrice:
         """Backward, recomputation, activations and temporaries are the mode's; all else is the plain row's."""
-        machine = Machine(self.site.group.device, self.facts.profile.dtype, self.site.group.constants)
+        group, facts = self.site.group, self.facts
+        machine = Machine(group.device, facts.profile.dtype, group.constants, facts.casts)
         chunks = self.facts.layout.sequence_chunks
         seconds = chunked_seconds(row, machine, chunks)
         exchanged_forward = self._exchange(plain, "forward")

@@ -77,7 +77,7 @@ def test_a_form_is_no_json(live: Live) -> None:
         ({"job": job(batch=3)}, "job.batch", "/job/batch", "global_batch_size"),
         ({"job": job(global_batch_size=-8)}, "job.global_batch_size", "/job/global_batch_size", "at least 1"),
         ({"job": job(global_batch_size="8 samples")}, "job.global_batch_size", "/job/global_batch_size", "'8 samples'"),
-        ({"job": job(precision="fp8")}, "job.precision", "/job/precision", "use bf16-mixed"),
+        ({"job": job(precision="int8")}, "job.precision", "/job/precision", "'bf16-mixed'"),
         (
             {"job": job(constraints={"micro_batch_size": {"min": 1, "max": "a"}})},
             "job.constraints.micro_batch_size.max",
@@ -104,7 +104,7 @@ def test_a_wrong_field_is_named(live: Live, changes: dict[str, Any], field: str,
 
 def test_all_mistakes_at_once(live: Live) -> None:
     """Every wrong field is told in one answer."""
-    body = plan_body(job=job(global_batch_size=0, precision="fp8"), cluster=cluster(devices=0))
+    body = plan_body(job=job(global_batch_size=0, precision="int8"), cluster=cluster(devices=0))
     document = problem(live.plan(body), 422, "invalid-document")
     assert len(document.errors) == 3
 
