@@ -21,8 +21,6 @@ COMPUTE_TYPE: dict[str, str] = {
 }
 """Data type of activations by precision; that of matrix products too, but for fp8."""
 NOT_RUNNABLE: dict[str, str] = {
-    "fp8": "its memory is counted (planner.spec.recipes), but nothing here runs or prices its matrix products: torch "
-    "has the types and no training with them; use bf16-mixed",
     "adam-8bit": "its memory is counted (planner.spec.recipes), but torch.optim does not have it; use adamw, or "
     "adafactor for less memory",
 }
