@@ -35,7 +35,8 @@ from planner.executor.weights import Weights
 from planner.spec.document import read
 from planner.spec.measured import MeasuredRun
 from planner.spec.plan import Plan
-from profiler.float8 import check_float8, emulation
+from profiler.float8 import check_float8
+from profiler.float8_product import remarks
 from profiler.models import ModelSource, load_model
 from profiler.sequence import check_pieces
 
@@ -146,8 +147,8 @@ class Executor:
         peak = peak_bytes(self.device)
         mine = rank_of(self.part.module, self.part.optimizer, self.part.offload, self.mesh, peak_bytes=peak)
         measured = gather(self.plan, self.source.name, self.device, mine, records, first)
-        emulated = emulation(self.plan.request.job.precision, self.device)
-        return measured.model_copy(update={"warnings": (*emulated, *self._trainer.warnings)})
+        told = remarks(self.plan.request.job.precision, self.device)
+        return measured.model_copy(update={"warnings": (*told, *self._trainer.warnings)})
 
     @property
     def stopped(self) -> bool:
