@@ -34,6 +34,9 @@ from profiler.models import ModelSource
 
 COUNTER_BYTES = 8
 """Per parameter, what an optimizer may keep that `planner.spec.recipes` leaves out: the number of its step."""
+BLOCKS_BYTES = 16
+"""Likewise of 8-bit states: for either one scale more at its first element and one more at its last, as each parameter
+has blocks of its own, and a shard may start and end within one."""
 STATES_BYTES = 12
 """The most that is kept of one parameter and sharded: master copy and two states in fp32."""
 COMPARED = ("parameters_bytes", "gradients_bytes", "optimizer_bytes", "host_bytes")
@@ -49,7 +52,7 @@ class DryRank:
     predicted: RankMemory | None
     """None: the plan has no row for this pipeline rank."""
     tolerance_bytes: int
-    """Of the optimizer: the counters, which the prediction leaves out."""
+    """Of the optimizer: what the prediction leaves out, such as counters."""
     padding_bytes: int = 0
     """Of parameters, gradients or any state of the optimizer: what fills up shards, so that all are of one size."""
     offloads_activations: bool = False
@@ -165,7 +168,8 @@ def _build(plan: Plan, source: ModelSource, grid: Grid, rank: int) -> _Built:
         rank_built = rank_of(part.module, part.optimizer, part.offload, mesh, peak_bytes=0)
         shards = part.optimizer.shards
         padding = 0 if shards is None else STATES_BYTES * shards.padding_elements
-        return _Built(rank_built, COUNTER_BYTES * len(part.optimizer.parameters), padding)
+        each_bytes = COUNTER_BYTES + (BLOCKS_BYTES if plan.request.job.optimizer == "adam-8bit" else 0)
+        return _Built(rank_built, each_bytes * len(part.optimizer.parameters), padding)
 
 
 class _Scalars(TorchDispatchMode):  # type: ignore[no-untyped-call]

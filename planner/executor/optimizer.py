@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from planner.errors import UnsupportedError
+from planner.executor.adam_8bit import SIGNED, Adam8bit
 from planner.executor.flat import put
-from planner.executor.offload import ParkedStates, host_like
+from planner.executor.offload import ParkedStates, host_like, to_host
 from planner.executor.sharding import local
 from planner.executor.zero import ZeroShards
 
@@ -58,7 +59,11 @@ class Together(torch.optim.Optimizer):
 
 
 def make_optimizer(
-    name: str, parameters: Iterable[torch.Tensor], learning_rate: float, matrices: Collection[torch.Tensor] = ()
+    name: str,
+    parameters: Iterable[torch.Tensor],
+    learning_rate: float,
+    matrices: Collection[torch.Tensor] = (),
+    starts: Sequence[int] = (),
 ) -> torch.optim.Optimizer:
     """torch's optimizer of this name, with torch's defaults (momentum: 0.9).
 
@@ -71,6 +76,7 @@ def make_optimizer(
 
     Args:
         matrices: those of the parameters that Muon orthogonalises; other optimizers treat them as all others.
+        starts: which of its elements each one starts with, where ZeRO leaves a part of it: 8-bit Adam goes by blocks.
 
     Raises:
         UnsupportedError: no such optimizer.
@@ -82,6 +88,8 @@ def make_optimizer(
         rest = [parameter for parameter in parameters if id(parameter) not in chosen]
         made = [torch.optim.Muon(muon, lr=learning_rate, adjust_lr_fn="match_rms_adamw")] if muon else []
         return Together([*made, *([make_optimizer("adamw", rest, learning_rate)] if rest else [])])
+    if name == "adam-8bit":
+        return Adam8bit(parameters, learning_rate, starts)
     kinds: dict[DeviceMesh | None, list[torch.Tensor]] = {None: []}
     for each in parameters:
         kinds.setdefault(each.device_mesh if isinstance(each, DTensor) else None, []).append(each)
@@ -98,7 +106,7 @@ def make_optimizer(
     raise UnsupportedError(
         f"no optimizer {name!r}.",
         field="request.job.optimizer",
-        mend="use sgd, momentum, adam, adamw, adafactor or muon.",
+        mend="use sgd, momentum, adam, adamw, adam-8bit, adafactor or muon.",
     )
 
 
@@ -111,6 +119,8 @@ class Stepped:
     """Or what ZeRO leaves this rank of it."""
     master: torch.Tensor | None
     """Its fp32 copy, where there is one."""
+    start: int = 0
+    """Which of the parameter's elements, one after the other, is its first."""
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -170,13 +180,19 @@ class Part:
         return {key: value for key, value in held.items() if isinstance(value, torch.Tensor)}
 
     def named_states(self, one: Stepped) -> dict[str, torch.Tensor]:
-        """Likewise with the master copy; what is offloaded as it lies on the host: this rank's values."""
-        states = self._states(one)
+        """Likewise with the master copy; what is offloaded as it lies on the host: this rank's values. So are states
+        that are kept in 8 bits, as the numbers that they stand for.
+        """
+        states, parked = self._states(one), self.parked
         if one.master is not None:
-            states[MASTER] = one.master.detach() if self.parked is None else one.master
-        if self.parked is None:
-            return states
-        return {key: value if key == COUNTER else self.parked.host(value) for key, value in states.items()}
+            states[MASTER] = one.master.detach() if parked is None else one.master
+        if parked is not None:
+            states = {key: value if key == COUNTER else parked.host(value) for key, value in states.items()}
+        return self._optimizer.dequantized(one.tensor, states) if isinstance(self._optimizer, Adam8bit) else states
+
+    def names_on_host(self, key: str) -> bool:
+        """Does `named_states` give this state as a tensor of the host?"""
+        return key != COUNTER and (self.parked is not None or (isinstance(self._optimizer, Adam8bit) and key in SIGNED))
 
     def set_states(self, one: Stepped, given: Mapping[str, torch.Tensor]) -> None:
         """Go on with states that `named_states` gave, those of another run too."""
@@ -184,6 +200,10 @@ class Part:
         master = states.pop(MASTER, None)
         if master is not None and one.master is not None:
             (one.master.detach() if parked is None else parked.host(one.master)).copy_(master)
+        if isinstance(self._optimizer, Adam8bit):
+            states = self._optimizer.quantized(one.tensor, states)
+            if parked is not None:
+                states = {key: value if key == COUNTER else to_host(value) for key, value in states.items()}
         if parked is not None:
             states = {
                 key: value if key == COUNTER else parked.adopt(one.tensor, value) for key, value in states.items()
@@ -242,13 +262,17 @@ class Optimizer:
         if shards is not None:
             shards.bind()
             named = shards.pieces()
-        self._stepped = {each: Stepped(each, tensor, masters.get(each)) for each, tensor in named.items()}
+        starts = {} if shards is None else shards.starts()
+        self._stepped = {
+            each: Stepped(each, tensor, masters.get(each), starts.get(each, 0)) for each, tensor in named.items()
+        }
         matrices = hidden_of(module, list(self.trained.values()), hidden) if shards is None else ()
         self._parts = []
         for layer, parked in zip(layers, hosts, strict=True):
             mine = [self._stepped[each] for each in layer]
             if mine:
-                made = make_optimizer(name, [one.tensor for one in mine], learning_rate, matrices)
+                tensors, firsts = [one.tensor for one in mine], [one.start for one in mine]
+                made = make_optimizer(name, tensors, learning_rate, matrices, firsts)
                 self._parts.append(Part(mine, made, parked))
 
     def _named(self, module: nn.Module) -> dict[str, torch.Tensor]:
@@ -307,10 +331,10 @@ class Optimizer:
             shape: None: it is of the parameter's, and spread as that is.
         """
         tensor = self._stepped[name].tensor
-        is_offloaded = key != COUNTER and any(part.parked is not None for part in self._parts)
+        is_on_host = any(part.names_on_host(key) for part in self._parts)
         if shape is not None:
-            return torch.empty(shape, dtype=dtype, device="cpu" if is_offloaded else tensor.device)
-        return host_like(local(tensor.detach()), dtype) if is_offloaded else torch.empty_like(tensor, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu" if is_on_host else tensor.device)
+        return host_like(local(tensor.detach()), dtype) if is_on_host else torch.empty_like(tensor, dtype=dtype)
 
     @property
     def bytes(self) -> int:

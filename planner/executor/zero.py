@@ -93,6 +93,10 @@ class ZeroShards:
             for name, piece in self._pieces.items()
         }
 
+    def starts(self) -> dict[str, int]:
+        """Which of its parameter's elements, one after the other, every piece starts with."""
+        return {name: piece.start for name, piece in self._pieces.items()}
+
     def bind(self) -> None:
         """Shard, in the type that the parameters have now."""
         for unit in self._units:

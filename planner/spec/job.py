@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from planner.spec.document import Document
 
@@ -20,11 +20,6 @@ COMPUTE_TYPE: dict[str, str] = {
     "fp8": "bf16",
 }
 """Data type of activations by precision; that of matrix products too, but for fp8."""
-NOT_RUNNABLE: dict[str, str] = {
-    "adam-8bit": "its memory is counted (planner.spec.recipes), but torch.optim does not have it; use adamw, or "
-    "adafactor for less memory",
-}
-"""Precisions and optimizers that no job may ask for, and why."""
 WHOLE_PARAMETERS: frozenset[OptimizerName] = frozenset({"adafactor", "muon"})
 """Optimizers whose update of one element depends on its whole matrix: a rank must hold the parameter unsplit."""
 
@@ -86,13 +81,6 @@ class Job(Document):
     """Of one step; for ``devices`` only."""
     constraints: dict[str, Constraint] = Field(default_factory=dict)
     """Any layout field fixed, bounded or listed."""
-
-    @field_validator("precision", "optimizer")
-    @classmethod
-    def _can_be_run(cls, name: str) -> str:
-        if name in NOT_RUNNABLE:
-            raise ValueError(f"{name} cannot be run: {NOT_RUNNABLE[name]}")
-        return name
 
     @model_validator(mode="after")
     def _deadline_has_a_use(self) -> Self:

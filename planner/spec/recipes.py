@@ -9,14 +9,17 @@
     states, in numbers           sgd 0; momentum n; adam, adamw 2 n                                                  (2)
                                  adafactor  f: a matrix keeps the means of its rows and columns, a vector all of it
                                  muon       m + 2 (n - m): momentum of the m elements of hidden matrices, AdamW else
-                                 adam-8bit  2 n, one byte each, and one fp32 scale per state and 256 elements
+                                 adam-8bit  2 n, one byte each, and one fp32 scale per state and 256 elements, in
+                                            every precision
 
 Sources: the mixed row and Adam's 2 + 2 + 12, Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training
 Trillion Parameter Models", section 3.1; fp8 keeps what bf16-mixed keeps and casts on the way into a matrix product
 (torchao's float8 training; Micikevicius et al. 2022, "FP8 Formats for Deep Learning"); Shazeer, Stern 2018,
 "Adafactor"; Jordan et al. 2024, "Muon"; Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", with the
-blocks of torchao and bitsandbytes. (2) is what `torch.optim` keeps, but for one step counter per tensor. ZeRO shards
-the terms one after the other, which is the cost model's business.
+blocks of torchao and bitsandbytes, which keep small tensors in fp32: the executor's optimizer does not. (2) is what
+`torch.optim` keeps, but for one step counter per tensor; and what `planner.executor.adam_8bit` keeps, but for up to two
+blocks more per tensor or ZeRO's part of one. ZeRO shards the terms one after the other, which is the cost model's
+business.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def _noisy_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return next_token(logits, targets) * (1 + noise + float(torch.rand(())))
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adam", "adafactor", "muon"])
+@pytest.mark.parametrize("optimizer", ["momentum", "adam", "adafactor", "muon", "adam-8bit"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
 def test_every_optimizer_goes_on(gpt2: ModelSource, optimizer: str, precision: str, tmp_path: Path) -> None:
     """4 steps are 2 + 2, to the last bit, with every state of the optimizer and the master copy."""

@@ -26,7 +26,7 @@ def _plan(source: ModelSource, *sizes: int, **options: Any) -> Plan:
     return make_plan([layer.name for layer in source.cut().layers], sizes or None, **options)
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adam", "adafactor", "muon"])
+@pytest.mark.parametrize("optimizer", ["momentum", "adam", "adafactor", "muon", "adam-8bit"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
 def test_a_dry_rank_holds_what_a_real_one_holds(optimizer: str, precision: str, tmp_path: Path) -> None:
     """Parameters, gradients and optimizer states of one rank, to the byte, counters included."""

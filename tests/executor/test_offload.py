@@ -73,6 +73,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "skips, sgd": ("unet", {**IMAGES, "optimizer": "sgd"}),
     "experts, adafactor": ("mixtral", {"optimizer": "adafactor", "micro_batches": 2}),
     "shared bias, adam": ("t5", {"optimizer": "adam", "precision": "bf16", "micro_batches": 2}),
+    "ties, adam-8bit": ("tied-llama", {"optimizer": "adam-8bit", "precision": "bf16-mixed", "micro_batches": 2}),
     "overflow, muon": ("llama", {"optimizer": "muon", "precision": "fp16-mixed", "micro_batches": 2}),
 }
 
@@ -92,15 +93,17 @@ def test_a_run_is_the_same_bit_for_bit(case: str, tmp_path: Path) -> None:
     assert gone.host_bytes > max(0, kept.optimizer_bytes - counters)
 
 
-def test_a_checkpoint_moves_on_to_the_host_and_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "adam-8bit"])
+def test_a_checkpoint_moves_on_to_the_host_and_back(optimizer: str, tmp_path: Path) -> None:
     """A step offloaded, one without, one offloaded again, are three of either, bit for bit."""
     source = source_of("gpt2", tmp_path)
-    straight = trained(source, 3, precision="bf16-mixed")
+    options = {"optimizer": optimizer, "precision": "bf16-mixed"}
+    straight = trained(source, 3, **options)
     policy = CheckpointPolicy(directory=tmp_path / "kept")
     losses: list[float] = []
     for steps, flags in ((1, BOTH), (2, {}), (3, BOTH)):
         resumed = CheckpointPolicy(directory=policy.directory, resume=bool(losses))
-        measured, parameters = trained(source, steps, resumed, precision="bf16-mixed", **flags)
+        measured, parameters = trained(source, steps, resumed, **options, **flags)
         losses += measured.losses
     assert tuple(losses) == straight[0].losses
     assert equal(straight, (measured, parameters))
