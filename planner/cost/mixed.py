@@ -28,9 +28,9 @@ from planner.cost.communication import Group
 from planner.cost.groups import Groups
 from planner.cost.layers import LayoutCosts, priced
 from planner.cost.placement import CommunicatorName, communicators, crossing, degrees_of, strides
-from planner.cost.pricing import LayerCost, LayerPricing, known_prices
+from planner.cost.pricing import LayerCost
 from planner.cost.shared import shared_costs
-from planner.cost.workload import Workload, modes_of
+from planner.cost.workload import Workload
 from planner.errors import LayoutError, UnsupportedError
 from planner.spec.cluster import Link
 from planner.spec.layout import Layout
@@ -186,59 +186,6 @@ def fair_shares(ticks: Sequence[int], micro_batches: int, fill: int) -> tuple[in
     return tuple(shares)
 
 
-def nearest_costs(work: Workload, split: tuple[int, int, int, int, bool]) -> _Layers:
-    """Every layer on the devices of one node group with the least that a rank can have to do beside it: tensor-parallel
-    ranks lie as near as they can, no others exchange anything, nothing is shared out.
-
-    Args:
-        work: of the node group.
-        split: micro-batch size, tensor-, context- and expert-parallel degree, sequence parallelism.
-    """
-    key = ("nearest", split)
-    if key not in work.spent:
-        layout = Layout.model_construct(tensor_parallel_degree=split[1])
-        rows, groups = work.sizes[split], replace(_NO_GROUPS, tensor=_nearest(work, split[1]))
-        known, alike, computed = known_prices(work, groups, 1), work.alike(rows), {}
-        for index in set(alike):
-            plain, parameters = rows[index][modes_of(rows[index])[0]], work.profile.layers[index].parameters
-            computed[index] = LayerPricing(work, layout, groups, parameters, plain, known).costs(rows[index])
-        work.spent[key] = tuple(map(computed.__getitem__, alike))
-    found: _Layers = work.spent[key]
-    return found
-
-
-def layer_ticks(work: Workload, split: tuple[int, int, int, int, bool]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Forward and backward of one micro-batch through every layer on the devices of one node group, at least: in the
-    mode whose backward takes least, by `nearest_costs`.
-
-    Args:
-        work: of the node group.
-        split: micro-batch size, tensor-, context- and expert-parallel degree, sequence parallelism.
-    """
-    key = ("ticks", split)
-    if key not in work.spent:
-        layers = nearest_costs(work, split)
-        least = {
-            id(options): (
-                min(each.forward_ticks for each in options.values()),
-                min(each.backward_ticks for each in options.values()),
-            )
-            for options in layers
-        }
-        work.spent[key] = tuple(tuple(least[id(each)][place] for each in layers) for place in (0, 1))
-    found: tuple[tuple[int, ...], tuple[int, ...]] = work.spent[key]
-    return found
-
-
-def _nearest(work: Workload, ranks: int) -> Group:
-    """Neighbours on as few nodes as there can be; one rank where these would not be the fastest group."""
-    intra, inter = work.intra_node, work.inter_node or work.intra_node
-    is_slower = inter.bandwidth_bytes_per_second <= intra.bandwidth_bytes_per_second
-    if is_slower and inter.latency_seconds >= intra.latency_seconds and not (intra.fits or inter.fits):
-        return Group(ranks, -(-ranks // work.domain_devices), min(ranks, work.domain_devices))
-    return _ALONE
-
-
 class _Pricing:
     """Prices the ranks of one layout."""
 
@@ -386,7 +333,6 @@ def _figures(link: Link | None) -> tuple[float, float] | None:
 
 
 _ALONE = Group(1, 1, 1)
-_NO_GROUPS = Groups(_ALONE, _ALONE, _ALONE, _ALONE, _ALONE, _ALONE, _ALONE, _ALONE)
 
 
 def _network(work: Workload) -> Link:

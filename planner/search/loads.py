@@ -24,7 +24,8 @@ from itertools import groupby
 import numpy as np
 
 from planner.cost import LayerCost, LayoutCosts, Workload, reserved_bytes
-from planner.cost.mixed import columns_of, mixed_costs, nearest_costs, standings
+from planner.cost.mixed import columns_of, mixed_costs, standings
+from planner.cost.nearest import nearest_costs
 from planner.search.bounds import room_bytes, warm_ups
 from planner.search.lanes import modes_on
 from planner.search.segments import LayerModes

@@ -25,10 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost import Workload
-from planner.cost.communication import Group
-from planner.cost.groups import Groups
-from planner.cost.pricing import LayerCost, LayerPricing, known_prices
-from planner.cost.workload import modes_of
+from planner.cost.nearest import Split, nearest_costs
 from planner.search.chunks import chunks_of
 from planner.search.least_work import LeastWork, Ticks, by_layer
 from planner.search.orders import MODES, orders_of, schedules_of
@@ -36,13 +33,8 @@ from planner.search.parts import Part
 from planner.search.standing import Standing
 from planner.spec.cluster import NodeGroup
 from planner.spec.job import allows
-from planner.spec.layout import Layout
-from planner.spec.profile import RecomputeMode
 
-Split = tuple[int, int, int, int, bool]
-"""A key of `Workload.sizes`."""
 _NONE = np.iinfo(np.int64).max
-_ALONE = Group(1, 1, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +52,7 @@ class _Split:
     @classmethod
     def of(cls, works: Sequence[Workload], split: Split, chunks: int, *, turns: bool) -> Self:
         """On the fastest of several kinds of devices, layer by layer."""
-        rows = np.minimum.reduce([by_layer(_costs(work, split, chunks), chunks) for work in works])
+        rows = np.minimum.reduce([by_layer(nearest_costs(work, split, chunks), chunks) for work in works])
         return cls(split[0], split[1] * split[2], LeastWork.of(rows), turns)
 
     def least(self, batch: int, pipeline: int, data: Ticks) -> Ticks:
@@ -73,29 +65,6 @@ class _Split:
             turned = work.total + further // pipeline
             bound = np.where(micro_batches % data == 0, bound, np.maximum(bound, turned))
         return bound
-
-
-def _costs(work: Workload, split: Split, chunks: int) -> tuple[dict[RecomputeMode, LayerCost], ...]:
-    """Every layer where tensor-parallel ranks lie as near as they can, no others exchange anything, and nothing is
-    shared out."""
-    layout = Layout.model_construct(tensor_parallel_degree=split[1], sequence_chunks=chunks)
-    rows, groups = work.sizes[split], Groups(_nearest(work, split[1]), *(_ALONE,) * 7)
-    known, alike, costs = known_prices(work, groups, chunks), work.alike(rows), {}
-    for place in set(alike):
-        plain, parameters = rows[place][modes_of(rows[place])[0]], work.profile.layers[place].parameters
-        costs[place] = LayerPricing(work, layout, groups, parameters, plain, known).costs(rows[place])
-    return tuple(map(costs.__getitem__, alike))
-
-
-def _nearest(work: Workload, ranks: int) -> Group:
-    """Neighbours in one domain; one rank, which exchanges nothing, where other links might be faster or are not known:
-    the cluster has other node groups."""
-    intra, inter = work.intra_node, work.inter_node or work.intra_node
-    is_slower = inter.bandwidth_bytes_per_second <= intra.bandwidth_bytes_per_second
-    is_inside = ranks <= work.domain_devices and not (intra.fits or inter.fits)
-    return (
-        Group(ranks, 1, ranks) if is_inside and is_slower and inter.latency_seconds >= intra.latency_seconds else _ALONE
-    )
 
 
 def least_part_ticks(work: Workload, parts: Sequence[Part]) -> list[float]:

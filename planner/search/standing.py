@@ -28,7 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost import Workload
-from planner.cost.mixed import fair_shares, layer_ticks, shards_are_near, standings
+from planner.cost.mixed import fair_shares, shards_are_near, standings
+from planner.cost.nearest import Split, nearest_ticks
 from planner.spec.job import Constraint, allows
 from planner.spec.layout import Layout, RankOrder
 
@@ -65,10 +66,10 @@ class Speeds:
     backward: _Ticks
 
     @classmethod
-    def of(cls, work: Workload, split: tuple[int, int, int, int, bool]) -> Self:
+    def of(cls, work: Workload, split: Split) -> Self:
         """The speeds of a cluster's node groups."""
         groups = work.groups or (work,)
-        both = np.array([layer_ticks(group, split) for group in groups], dtype=np.float64)
+        both = np.array([nearest_ticks(group, split) for group in groups], dtype=np.float64)
         kinds, counts = np.unique(both.reshape(-1, both.shape[-1]), axis=1, return_counts=True)
         forward, backward = (kinds * counts).reshape(len(groups), 2, -1).transpose(1, 0, 2)
         return cls(forward, backward)
