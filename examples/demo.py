@@ -139,7 +139,7 @@ def wait_until_ready(address: str, process: subprocess.Popen[bytes]) -> None:
         try:
             urllib.request.urlopen(f"{address}/readyz", timeout=5).close()
             return
-        except (urllib.error.URLError, ConnectionError):
+        except OSError:  # refused, not ready (503), or too busy with starting to answer in time
             time.sleep(0.1)
     sys.exit("the service is not ready after 30 seconds")
 
