@@ -78,8 +78,12 @@ def _sizes(module: nn.Module, style: str, degree: int) -> tuple[float, ...]:
     return inputs / (degree if is_row else 1), outputs / (degree if is_column else 1)
 
 
-def check_float8(source: ModelSource) -> None:
+def check_float8(source: ModelSource, *, field: str, instead: str) -> None:
     """Refuse a model of which nothing would run in fp8.
+
+    Args:
+        field: that asks for it.
+        instead: what the model can take.
 
     Raises:
         UnsupportedError: it has no such product.
@@ -87,8 +91,8 @@ def check_float8(source: ModelSource) -> None:
     if not float8_modules(source.blueprint, source):
         raise UnsupportedError(
             f"{source.name} has no linear layer, ahead of its last layer, of sizes that {MULTIPLE} divides.",
-            field="request.job.precision",
-            mend="use bf16-mixed.",
+            field=field,
+            mend=f"use {instead}.",
         )
 
 

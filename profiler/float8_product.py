@@ -195,12 +195,12 @@ def multiplies_float8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
 
 
-def remarks(precision: str, device: torch.device) -> tuple[str, ...]:
-    """What is to be said of a run or measurement in this precision on this device: that it gains no time, and why."""
+def remark(precision: str | None, device: torch.device) -> str:
+    """What is to be said of a run or measurement in this precision on this device: why it gains no time; else empty."""
     if precision != "fp8":
-        return ()
+        return ""
     if not multiplies_float8(device):
-        return (f"{device.type} multiplies nothing in fp8: the same numbers were multiplied in fp32, at no gain.",)
+        return f"{device.type} multiplies nothing in fp8: the same numbers were multiplied in fp32, at no gain."
     if _kernels(device) is PLAIN:
-        return ("no compiler was found for the casts to fp8, which took more time than need be: install gcc.",)
-    return ()
+        return "no compiler was found for the casts to fp8, which took more time than need be: install gcc."
+    return ""

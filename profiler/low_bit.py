@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -30,13 +29,17 @@ def require_torchao(wish: str, *, field: str, instead: str) -> None:
         )
 
 
-@cache
+def hush_torchao() -> None:
+    """Keep from the reader what torchao says whenever it is imported, which transformers does wherever it is installed:
+    that libraries for other devices do not load here, and that torch will soon take its enumerations otherwise."""
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+    logging.getLogger("torch.utils._pytree").addFilter(_is_of_no_enumeration)
+
+
+def _is_of_no_enumeration(record: logging.LogRecord) -> bool:
+    return "is an Enum subclass" not in record.getMessage()
+
+
 def torchao(module: str) -> Any:
-    """A module of torchao, such as ``float8.config``, imported without its words about libraries of its own that do not
-    fit this machine, of which none is used here."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        return import_module(f"torchao.{module}")
-    finally:
-        logging.disable(before)
+    """A module of torchao, such as ``float8.config``."""
+    return import_module(f"torchao.{module}")

@@ -21,6 +21,7 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from time import perf_counter
+from typing import Literal
 
 import torch
 
@@ -28,8 +29,11 @@ from planner.errors import SpecError, UnsupportedError
 from planner.spec import LayerProfile, Measurement, ModelProfile, digest
 from planner.spec.profile import DataType, RecomputeMode
 from profiler import count
+from profiler.float8 import check_float8
+from profiler.float8_product import remark
 from profiler.lengths import at_lengths, check_lengths
 from profiler.links_torchrun import Progress
+from profiler.low_bit import require_torchao
 from profiler.measure_conditions import compared, conditions
 from profiler.measure_device import (
     DeviceSheet,
@@ -59,6 +63,7 @@ def profile(
     micro_batch_sizes: Sequence[int] = (1, 2, 4),
     tensor_parallel_degrees: Sequence[int] = (1,),
     dtype: DataType = "fp32",
+    precision: Literal["fp8"] | None = None,
     concurrency: int = 1,
     time_budget_seconds: float = TIME_BUDGET_SECONDS,
     journal: Path | None = None,
@@ -74,6 +79,7 @@ def profile(
         tensor_parallel_degrees: shards are measured in their local shapes, without their exchanges, which the cost
             model prices by the links; with a concurrency above 1, rows of degrees above 1 are counted only.
         dtype: of parameters and activations.
+        precision: fp8: linear layers multiply in it, dtype being bf16. A device that does not is measured emulating it.
         concurrency: ranks that will share this machine's cores: the others' work runs beside the measurement, every
             rank with `threads_per_rank` threads. 1 on GPUs, which ranks do not share.
         time_budget_seconds: for the timed runs; every case takes a few samples even when it is used up.
@@ -87,6 +93,7 @@ def profile(
         RunError: a process that loads the machine died.
     """
     place = find_device(device, concurrency)
+    _check_precision(source, precision, dtype)
     sizes, shards = tuple(micro_batch_sizes), tuple(tensor_parallel_degrees)
     check_lengths(sequence_lengths)
     for length in sequence_lengths:
@@ -100,7 +107,7 @@ def profile(
         )
     degrees = _measurable(shards, concurrency)
     sheet = look_up_device(place, concurrency)
-    known = Journal(journal, _condition(source, sheet, dtype, concurrency))
+    known = Journal(journal, _condition(source, sheet, dtype, precision, concurrency))
 
     def counted_at(length: int) -> ModelProfile:
         return count.profile(
@@ -111,7 +118,7 @@ def profile(
         counted = at_lengths(counted_at, sequence_lengths)
         tasks = _tasks(counted, degrees)
         before = conditions(place)
-        bench = Bench(source, place, dtype)
+        bench = Bench(source, place, dtype, precision)
         _Measuring(bench, load, known, perf_counter() + time_budget_seconds, progress).run(tasks)
         noise = compared(before, conditions(place))
         spec = measure_peaks(sheet, load)
@@ -120,10 +127,31 @@ def profile(
     data = {
         "device": spec.id,
         "device_spec": None if is_in_catalogue(spec) else spec,
+        "precision": precision,
         "layers": _with_seconds(counted.layers, known),
-        "environment": counted.environment | _environment(concurrency, [known[task.case] for task in tasks]) | noise,
+        "environment": counted.environment
+        | _environment(concurrency, [known[task.case] for task in tasks])
+        | noise
+        | _told(precision, place),
     }
     return counted.model_copy(update=data)
+
+
+def _check_precision(source: ModelSource, precision: str | None, dtype: DataType) -> None:
+    if precision is None:
+        return
+    if dtype != "bf16":
+        raise SpecError(
+            f"{precision} casts what is bf16, not {dtype}.", field="dtype", mend="give bf16, or leave precision out."
+        )
+    require_torchao(precision, field="precision", instead="dtype bf16 alone")
+    check_float8(source, field="precision", instead="dtype bf16 alone")
+
+
+def _told(precision: str | None, place: torch.device) -> dict[str, str]:
+    """What is to be said of seconds in this precision, for people."""
+    said = remark(precision, place)
+    return {"fp8": said} if said else {}
 
 
 def _measurable(degrees: Sequence[int], concurrency: int) -> tuple[int, ...]:
@@ -138,7 +166,9 @@ def _measurable(degrees: Sequence[int], concurrency: int) -> tuple[int, ...]:
     return measurable
 
 
-def _condition(source: ModelSource, sheet: DeviceSheet, dtype: DataType, concurrency: int) -> dict[str, str | int]:
+def _condition(
+    source: ModelSource, sheet: DeviceSheet, dtype: DataType, precision: str | None, concurrency: int
+) -> dict[str, str | int]:
     """All that a case's seconds depend on besides the case itself."""
     return {
         # Heads and dropout change seconds, but no shape of a parameter.
@@ -146,7 +176,7 @@ def _condition(source: ModelSource, sheet: DeviceSheet, dtype: DataType, concurr
         "device": str(sheet.place),
         "device_name": sheet.name,
         "torch": torch.__version__,
-        "dtype": dtype,
+        "dtype": precision or dtype,
         "concurrency": concurrency,
         "threads_per_rank": threads_per_rank(concurrency),
     }

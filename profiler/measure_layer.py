@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from planner.spec.profile import DataType, RecomputeMode
 from profiler.compute_type import cast_rest
 from profiler.count import TORCH_TYPES
 from profiler.cut import Borders
+from profiler.float8 import float8_modules, run_in_float8
 from profiler.measure_shard import local, split, with_local
 from profiler.measure_timing import Mark
 from profiler.models import ModelSource
@@ -251,6 +252,8 @@ class Bench:
     device: torch.device
     dtype: DataType
     """Of parameters and activations; token ids stay integers."""
+    precision: Literal["fp8"] | None = None
+    """fp8: the products of linear layers run in it (`profiler.float8`)."""
     _borders: dict[Size, Borders] = field(default_factory=dict, repr=False)
 
     def build(self, index: int, degree: int = 1, *, recompute: RecomputeMode = "none") -> BuiltLayer:
@@ -259,8 +262,10 @@ class Bench:
         Shards are to be built, and run, within `profiler.measure_shard.fake_ranks`.
         """
         stage = self._stage(index, recompute)
+        names = float8_modules(stage, self.source, degree) if self.precision == "fp8" else ()
         if degree > 1:
             split(stage, self.source, degree, self.device)
+        run_in_float8(stage, names)
         return self._filled(stage, index)
 
     def workload(
@@ -290,7 +295,7 @@ class Bench:
         recomputation, and with selective recomputation.
 
         Rows are counted with the attention kernels of CUDA devices; on a CPU, attention with dropout keeps its
-        probabilities too.
+        probabilities too. A product in fp8 keeps what one in bf16 keeps.
         """
         if self.device.type != "cpu" or self.source.cut().needs_values:
             return 0, 0

@@ -84,6 +84,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="expert-parallel degrees, with analytic:ID (default: 1, 2, 4 and 8, of those that divide the experts)",
     )
     parser.add_argument("--dtype", choices=get_args(DataType), help="default: fp32 on cpu, else bf16")
+    parser.add_argument(
+        "--precision",
+        choices=["fp8"],
+        help="fp8: for jobs in it; linear layers multiply in fp8, all else in bf16 (default: all in --dtype)",
+    )
     add_option(
         parser,
         "--cut",
@@ -124,6 +129,8 @@ def run(arguments: argparse.Namespace) -> int:
     data(to_json(profile) if as_json else profile_text(profile))
     if "cut" in profile.environment:
         words(f"{profile.model} is {profile.environment['cut']}; it can be split over data and tensors only")
+    if "fp8" in profile.environment:
+        words(profile.environment["fp8"])
     for sentence in noise(profile):
         words(sentence)
     return DONE
@@ -138,7 +145,7 @@ def _analytic(arguments: argparse.Namespace) -> ModelProfile:
         if getattr(arguments, name) is not None:
             option = f"--{name.replace('_', '-')}"
             raise DocumentError("has a meaning only when measuring.", field=option, mend=f"leave {option} out.")
-    return price(_counted(arguments), device)
+    return price(_counted(arguments).model_copy(update={"precision": arguments.precision}), device)
 
 
 def _counted(arguments: argparse.Namespace) -> ModelProfile:
@@ -146,7 +153,7 @@ def _counted(arguments: argparse.Namespace) -> ModelProfile:
     from profiler.lengths import at_lengths
 
     sizes = arguments.micro_batch_sizes or MICRO_BATCH_SIZES
-    dtype: DataType = arguments.dtype or "bf16"
+    dtype = _dtype(arguments, "bf16")
     context = arguments.context_parallel or (1,)
     if arguments.model in names() and not arguments.cut and context == (1,):
         from profiler.counted import counted_profile
@@ -209,12 +216,25 @@ def _measured(arguments: argparse.Namespace) -> ModelProfile:
             sequence_lengths=_lengths_for(source, arguments.sequence_length),
             micro_batch_sizes=arguments.micro_batch_sizes or MEASURED_MICRO_BATCH_SIZES,
             tensor_parallel_degrees=arguments.tensor_parallel or (1,),
-            dtype=arguments.dtype or ("fp32" if device == "cpu" else "bf16"),
+            dtype=_dtype(arguments, "fp32" if device == "cpu" else "bf16"),
+            precision=arguments.precision,
             concurrency=arguments.concurrency or 1,
             time_budget_seconds=arguments.time_budget or TIME_BUDGET_SECONDS,
             journal=arguments.journal,
             progress=progress.update,
         )
+
+
+def _dtype(arguments: argparse.Namespace, default: DataType) -> DataType:
+    """In fp8 all but the products of linear layers is bf16."""
+    told: DataType | None = arguments.dtype
+    if arguments.precision is None:
+        return told or default
+    if told not in (None, "bf16"):
+        raise DocumentError(
+            f"cannot be {told} beside --precision {arguments.precision}.", field="--dtype", mend="leave it out."
+        )
+    return "bf16"
 
 
 def _device(name: str) -> str:

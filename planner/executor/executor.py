@@ -36,7 +36,7 @@ from planner.spec.document import read
 from planner.spec.measured import MeasuredRun
 from planner.spec.plan import Plan
 from profiler.float8 import check_float8
-from profiler.float8_product import remarks
+from profiler.float8_product import remark
 from profiler.models import ModelSource, load_model
 from profiler.sequence import check_pieces
 
@@ -147,8 +147,8 @@ class Executor:
         peak = peak_bytes(self.device)
         mine = rank_of(self.part.module, self.part.optimizer, self.part.offload, self.mesh, peak_bytes=peak)
         measured = gather(self.plan, self.source.name, self.device, mine, records, first)
-        told = remarks(self.plan.request.job.precision, self.device)
-        return measured.model_copy(update={"warnings": (*told, *self._trainer.warnings)})
+        said = remark(self.plan.request.job.precision, self.device)
+        return measured.model_copy(update={"warnings": (*filter(None, [said]), *self._trainer.warnings)})
 
     @property
     def stopped(self) -> bool:
@@ -226,7 +226,7 @@ def check_model(plan: Plan, source: ModelSource) -> None:
     if plan.layout.sequence_chunks * plan.layout.context_parallel_degree > 1:
         check_pieces(planned)
     if plan.request.job.precision == "fp8":
-        check_float8(planned)
+        check_float8(planned, field="request.job.precision", instead="bf16-mixed")
 
 
 def data_spec(plan: Plan, source: ModelSource) -> DataSpec:
