@@ -224,7 +224,7 @@ def _updating(values: torch.Tensor) -> Iterator[tuple[Callable[..., None], int]]
     if not values.is_cuda:
         yield _library().update, CHUNK
         return
-    with torch._dynamo.utils.disable_cache_limit():  # type: ignore[no-untyped-call]
+    with torch._dynamo.utils.disable_cache_limit():
         yield _library().compiled, NO_CHUNKS
 
 

@@ -123,6 +123,23 @@ def test_refusals(tmp_path: Path) -> None:
     assert not dist.is_initialized()
 
 
+def test_states_in_8_bits_are_as_promised(tmp_path: Path) -> None:
+    """Of tensor-parallel parts, in two stages, shared out or not: two bytes per parameter, scales and counters."""
+    source = source_of("llama", tmp_path)
+    profile = count.profile(source, sequence_length=16, micro_batch_sizes=(1,), tensor_parallel_degrees=(1, 2))
+    cluster = Cluster(node_groups=(NodeGroup(device="a100-sxm4-40gb", nodes=1, devices_per_node=8),))
+    degrees = {f"{axis}_parallel_degree": 2 for axis in ("data", "tensor", "pipeline")}
+    for zero_stage, divided in {0: 1, 3: 2}.items():
+        layout = PredictionLayout(zero_stage=zero_stage, micro_batch_size=1, schedule="1f1b", **degrees)
+        job = Job(global_batch_size=8, sequence_length=16, precision="fp32", optimizer="adam-8bit")
+        plan = plan_layout(make_request(profile, cluster, job), profile, layout)
+        assert isinstance(plan, Plan)
+        found = dry_run(plan, source)
+        assert found.differences == ()
+        for kind in found.ranks:
+            assert 2.0 < divided * kind.built.optimizer_bytes / kind.built.parameters < 2.3
+
+
 @pytest.mark.parametrize(
     "split", [{"pipeline_parallel_degree": 2}, {"expert_parallel_degree": 2}, {"zero_shard_degree": 2}]
 )

@@ -90,6 +90,10 @@ TWO_RANKS = {
     "dp2-muon": Case("llama", (6,), {"data": 2, "optimizer": "muon"}, clip=0.5),
     "pp2-muon": Case("gpt2", (2, 4), {"optimizer": "muon"}),
     "pp2-adafactor": Case("gpt2", (2, 4), {"optimizer": "adafactor"}, learning_rate=0.01),
+    "tp2-adam-8bit": Case("tied-llama", (6,), {"tensor": 2, "micro_batches": 2, "optimizer": "adam-8bit"}),
+    "dp2-adam-8bit-zero3": Case(
+        "gpt2", (6,), {"data": 2, "micro_batches": 2, "optimizer": "adam-8bit", "zero": 3}, clip=0.5
+    ),
     # Cut by their traced runs: long skips over the boundary, an encoder-decoder with two inputs, batch norm.
     "pp2-unet": Case("unet", (3, 5), {**IMAGES, "recompute": {1: "full", 5: "selective"}}, learning_rate=0.05),
     "pp2-resnet": Case("resnet", (4, 3), {**IMAGES, "schedule": "gpipe"}, learning_rate=0.05),

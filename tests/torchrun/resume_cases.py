@@ -129,6 +129,24 @@ def sharded(folder: Path) -> dict[str, Any]:
     }
 
 
+def eight_bit(folder: Path) -> dict[str, Any]:
+    """With states in 8 bits: 4 steps in ZeRO 3, 2 + 2, and 2 + 2 of which the last are in stages and shards."""
+    runs = Runs("tied-llama", folder)
+    replicas, stages = ({**LAYOUTS[name], "optimizer": "adam-8bit"} for name in ("dp4-zero3", "pp2-tp2"))
+    straight, wanted = runs.train(replicas, 4)
+    runs.train(replicas, 2, runs.policy("kept"))
+    runs.copy("kept", "moved")
+    again, ended = runs.train(replicas, 4, runs.policy("kept", resume=True))
+    moved, _ = runs.train(stages, 4, runs.policy("moved", resume=True))
+    return {
+        "straight": straight.losses,
+        "again": again.losses,
+        "moved": moved.losses,
+        "held": [rank.model_dump() for rank in straight.ranks],
+        "equal": _everywhere(all(torch.equal(ended[name], wanted[name]) for name in wanted)),
+    }
+
+
 def experts(folder: Path) -> dict[str, Any]:
     """6 steps of a mixture on replicas; 2 with its experts spread over tensor-parallel ranks too, 2 likewise in ZeRO 3,
     2 on other expert-parallel ranks."""
@@ -218,6 +236,7 @@ def main() -> int:
     results = {
         "other_layouts": other_layouts(output.parent / "layouts"),
         "sharded": sharded(output.parent / "sharded"),
+        "eight_bit": eight_bit(output.parent / "eight"),
         "experts": experts(output.parent / "experts"),
         "packed": packed(output.parent / "packed"),
         "scaled_losses": scaled_losses(output.parent / "scaled"),

@@ -82,6 +82,20 @@ def test_shards_of_replicas_go_on_bit_for_bit(results: dict[str, Any], tmp_path:
         assert abs(held["optimizer_bytes"] - kind.built.optimizer_bytes) <= kind.tolerance_bytes
 
 
+def test_states_in_8_bits_go_on(results: dict[str, Any], tmp_path: Path) -> None:
+    """Bit for bit in the same layout, with the losses in another one; and every rank keeps what a dry run tells."""
+    runs = results["eight_bit"]
+    assert runs["again"] == runs["straight"][2:]
+    assert runs["equal"]
+    assert runs["moved"] == pytest.approx(runs["straight"][2:], abs=10 * TOLERANCE)
+    assert runs["straight"][0] - runs["straight"][-1] > 1000 * TOLERANCE, "it does train"
+    source = source_of("tied-llama", tmp_path)
+    (kind,) = dry_run(plan_of(source, {**LAYOUTS["dp4-zero3"], "optimizer": "adam-8bit"}), source).ranks
+    for held in runs["held"]:
+        assert abs(held["optimizer_bytes"] - kind.built.optimizer_bytes) <= kind.tolerance_bytes
+        assert held["optimizer_bytes"] < held["parameters_bytes"], "a state of fp32 alone has as many"
+
+
 def test_the_loss_scale_and_tied_parameters_go_on(results: dict[str, Any]) -> None:
     """In fp16 with replicas, tied parameters and dropout, after the scale has fallen."""
     runs = results["scaled_losses"]
