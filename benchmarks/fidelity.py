@@ -64,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, required=True, metavar="PATH", help="one CSV file, or a folder of them")
     parser.add_argument("--family", metavar="NAME", help="only the rows of the file of this name")
     parser.add_argument("--cross-validate", action="store_true", help=f"fit without what is predicted, {FOLDS} folds")
+    parser.add_argument("--by-source", action="store_true", help="likewise, and without the whole file of a run")
     parser.add_argument("--workers", type=positive_int, default=2, metavar="N", help="processes that fit (default: 2)")
     parser.add_argument(
         "--winners", action="store_true", help="only whether the fastest plans were, and could be, named"
@@ -87,7 +88,7 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         print_all(dataset, found, arguments.worst)
     if arguments.picture:
-        write(arguments.picture, picture(found, arguments.cross_validate))
+        write(arguments.picture, picture(found, arguments.cross_validate or arguments.by_source))
     failures = failures_text(found)
     for line in failures:
         words(line)
@@ -117,10 +118,17 @@ def predicted(
     whole: Dataset, dataset: Dataset, remarks: dict[RowKey, Remarks], arguments: argparse.Namespace
 ) -> tuple[Outcome, ...]:
     """Every run of `dataset`, predicted; constants are fitted to the whole. The way is told on stderr."""
-    if arguments.cross_validate:
+    if arguments.cross_validate or arguments.by_source:
         with Progress("fitting") as progress:
             told = progress.update if sys.stderr.isatty() else _line
-            return cross_validate(whole.runs, remarks, wanted=dataset.runs, workers=arguments.workers, progress=told)
+            return cross_validate(
+                whole.runs,
+                remarks,
+                wanted=dataset.runs,
+                workers=arguments.workers,
+                by_source=arguments.by_source,
+                progress=told,
+            )
     with Progress("predicting") as progress:
         done = iter(range(1, len(dataset.runs) + 1))
         return outcomes(dataset.runs, remarks, progress=lambda: progress.update(next(done), len(dataset.runs)))

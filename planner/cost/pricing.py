@@ -27,6 +27,7 @@ last digit. Per layer l, recompute mode r, micro-batch:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -37,7 +38,7 @@ from planner.cost.groups import Groups
 from planner.cost.ticks import ticks
 from planner.cost.workload import Workload, modes_of
 from planner.spec.layout import Layout
-from planner.spec.profile import BYTES_PER_ELEMENT, CollectiveName, Measurement, RecomputeMode
+from planner.spec.profile import BYTES_PER_ELEMENT, Collective, CollectiveName, Measurement, RecomputeMode
 from planner.spec.recipes import OgpRecipe, ParameterCount, recipe
 
 
@@ -283,9 +284,9 @@ class LayerPricing:
         plain = seconds if row is self.plain else self._computation(self.plain)
         forward, weight = ticks(plain.forward_seconds), ticks(seconds.backward_weight_seconds)
         backward, recompute = ticks(seconds.backward_input_seconds) + weight, ticks(seconds.recompute_seconds)
-        forward_exchange = self._exchange_ticks(self.plain, "forward")
+        forward_exchange = self._exchange_ticks(self.plain, "forward", forward)
         replayed = forward_exchange if row.recompute == "full" else 0
-        backward_exchange = self._exchange_ticks(row, "backward") + replayed
+        backward_exchange = self._exchange_ticks(row, "backward", backward) + replayed
         return _Spent(
             forward=forward,
             backward=backward,
@@ -332,16 +333,25 @@ class LayerPricing:
         experts = size_bytes * self.plain.local_expert_parameters // max(1, whole.count.elements)
         return -(-(size_bytes - experts) // self.groups.shard.ranks) - (-experts // self.groups.expert_shard.ranks)
 
-    def _exchange_ticks(self, row: Measurement, phase: str) -> int:
-        """Of a whole micro-batch: equation (Q4)."""
+    def _exchange_ticks(self, row: Measurement, phase: str, compute: int) -> int:
+        """Of a whole micro-batch: equation (Q4); where `compute`, of this phase, hides the tensor-parallel ones, what
+        is left of them."""
+        mine = [one for one in row.collectives if one.phase == phase]
+        if not self.work.framework.overlaps_tensor_parallel:
+            return self._collective_ticks(mine)
+        hidden, others = ([one for one in mine if (one.group == "tensor") is kind] for kind in (True, False))
+        left = self._collective_ticks(hidden) - int(self.work.constants.overlap_fraction * compute)
+        return self._collective_ticks(others) + max(0, left)
+
+    def _collective_ticks(self, collectives: Iterable[Collective]) -> int:
+        """Of a whole micro-batch, one after the other."""
         chunks = self.layout.sequence_chunks
         return ticks(
             sum(
                 one.count
                 * chunks
                 * self._collective_seconds(one.operation, one.bytes / chunks, getattr(self.groups, one.group))
-                for one in row.collectives
-                if one.phase == phase
+                for one in collectives
             )
         )
 

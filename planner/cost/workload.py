@@ -65,14 +65,14 @@ class Workload:
     @cached_property
     def recipe(self) -> OgpRecipe:
         """Bytes per parameter of this precision and optimizer, as this framework keeps them."""
-        is_bf16 = self.framework.is_pure and self.job.precision == "bf16-mixed"
+        is_mixed = self.job.precision in ("bf16-mixed", "fp8")
+        is_bf16 = self.framework.is_pure and is_mixed
         plain = recipe("bf16" if is_bf16 else self.job.precision, self.job.optimizer)
         if not plain.master_bytes:
             return plain
         if not self.framework.fp32_master:
             return replace(plain, parameter_bytes=4, gradient_bytes=4, master_bytes=0)
-        accumulates = self.framework.fp32_gradients and self.job.precision == "bf16-mixed"
-        return replace(plain, gradient_bytes=4) if accumulates else plain
+        return replace(plain, gradient_bytes=4) if self.framework.fp32_gradients and is_mixed else plain
 
     @property
     def capacity_bytes(self) -> int:

@@ -1,9 +1,10 @@
 """Fit the constants of every framework and device architecture that a data set has enough runs of.
 
-Time and memory are fitted apart, since no constant serves both:
+Time and memory are fitted apart, since no constant serves both; runs in fp8 touch no other constant than theirs:
 
     time      all constants of `planner.fidelity.fit.PRIORS`, per (framework, architecture) with `LEAST_ROWS` runs;
               ("*", architecture) stands for every other framework: the median of these, constant by constant
+    fp8       `fp8_fraction`, to runs in fp8, apart from all others (`planner.fidelity.fit_fp8`)
     memory    `allocated_factor`, `workspace_bytes`, and `cached_bytes` where memory was read from the device or is
               what torch reserved, per framework on all architectures: what an allocator loses is the framework's
               doing. A rank's bytes are linear in them, fixed + allocated_factor * scaled + workspace_bytes
@@ -26,6 +27,7 @@ from planner.cost import TICK_SECONDS, choose, evaluate, schedule_of
 from planner.errors import DocumentError, PlannerError, UnsupportedError
 from planner.fidelity.decisions import Decision, decision, fit_decisions
 from planner.fidelity.fit import PRIORS, Prior, fit, priors_of
+from planner.fidelity.fit_fp8 import fp8_fits
 from planner.fidelity.outcomes import Pair, outcome, pair_of
 from planner.fidelity.predict import Prepared, predict_run, prepare
 from planner.fidelity.remarks import PLAIN, Remarks, RowKey
@@ -154,23 +156,29 @@ class Measured:
     """Runs that cannot be predicted, and why."""
     decisions: tuple[tuple[Run, Decision], ...] = ()
     """Runs that ran, or ran out of memory."""
+    fp8_times: tuple[Run, ...] = ()
+    """Runs in fp8: one constant is fitted to their steps, after all others, and none to their memory."""
 
     def without(self, held_out: Set[Run]) -> Measured:
         """Those that are not held out."""
         times = tuple(run for run in self.times if run not in held_out)
         memories = tuple(each for each in self.memories if each[0] not in held_out)
         decisions = tuple(each for each in self.decisions if each[0] not in held_out)
-        return Measured(times, memories, self.failures, decisions)
+        fp8_times = tuple(run for run in self.fp8_times if run not in held_out)
+        return Measured(times, memories, self.failures, decisions, fp8_times)
 
 
 def measured(runs: Iterable[Run], remarks: Mapping[RowKey, Remarks]) -> Measured:
     """What of these runs constants may be fitted to."""
-    times, memories, failures, decisions = [], [], [], []
+    times, memories, failures, decisions, fp8_times = [], [], [], [], []
     for run in runs:
         said = remarks.get((run.family, run.source_id), PLAIN)
         tried = outcome(run, said)
         if tried.predicted is None:
             failures.append((run, tried.failure))
+            continue
+        if run.is_fp8:
+            fp8_times += [run] if tried.time_error is not None else []
             continue
         if tried.time_error is not None:
             times.append(run)
@@ -178,12 +186,12 @@ def measured(runs: Iterable[Run], remarks: Mapping[RowKey, Remarks]) -> Measured
             memories.append((run, memory_terms(run)))
         if run.ran_out or run.step_seconds is not None:
             decisions.append((run, decision(run)))
-    return Measured(tuple(times), tuple(memories), tuple(failures), tuple(decisions))
+    return Measured(tuple(times), tuple(memories), tuple(failures), tuple(decisions), tuple(fp8_times))
 
 
 def pairs_of(data: Measured) -> tuple[Pair, ...]:
     """Every pair that occurs, and every architecture for all other frameworks."""
-    seen = {pair_of(run) for run in data.times} | {pair_of(run) for run, _ in data.memories}
+    seen = {pair_of(run) for run in (*data.times, *data.fp8_times)} | {pair_of(run) for run, _ in data.memories}
     return (*sorted((ANY, architecture) for architecture in {pair[1] for pair in seen}), *sorted(seen))
 
 
@@ -258,9 +266,28 @@ def assemble(data: Measured, times: Mapping[Pair, tuple[Constants, int]], source
         source: where the runs come from.
     """
     times, memories = with_shared(times), memory_fits(data)
-    kept = [pair for pair in pairs_of(data) if pair[0] == ANY or pair in times or pair[0] in memories]
-    found = (_calibration(pair, times, memories, source) for pair in kept)
+    fractions = fp8_fits(
+        data.fp8_times, lambda pair: _time_constants(pair, times)[0], StepSeconds, least_rows=LEAST_ROWS
+    )
+    kept = [pair for pair in pairs_of(data) if pair[0] == ANY or pair in {*times, *fractions} or pair[0] in memories]
+    found = (in_fp8(_calibration(pair, times, memories, source), fractions) for pair in kept)
     return tuple(one for one in found if one.rows)
+
+
+def in_fp8(one: Calibration, fractions: Mapping[Pair, tuple[float, int]]) -> Calibration:
+    """A calibration with what was fitted to runs in fp8, its own or that of all frameworks; every other constant stays.
+
+    Args:
+        one: fitted to runs in other precisions.
+        fractions: `fp8_fits`.
+    """
+    pair = (one.framework, one.architecture)
+    found = pair if pair in fractions else (ANY, one.architecture)
+    if found not in fractions:
+        return one
+    fraction, rows = fractions[found]
+    told = f"{one.source}, {rows} step times in fp8{_of(found[0], one.framework)}"
+    return replace(one, constants=replace(one.constants, fp8_fraction=fraction), rows=one.rows + rows, source=told)
 
 
 def _calibration(
@@ -272,7 +299,7 @@ def _calibration(
     framework, architecture = pair
     in_time = pair if pair in times else (ANY, architecture)
     in_memory = framework if framework in memories else ANY
-    constants, step_rows = times.get(in_time, (DEFAULT, 0))
+    constants, step_rows = _time_constants(pair, times)
     memory, memory_rows = memories.get(in_memory, (DEFAULT, 0))
     told = [f"{step_rows} step times{_of(in_time[0], framework)}"] if step_rows else []
     told += [f"{memory_rows} memories{_of(in_memory, framework)}"] if memory_rows else []
@@ -288,6 +315,11 @@ def _calibration(
         rows=step_rows + memory_rows,
         source=f"{source}: {', '.join(told)}",
     )
+
+
+def _time_constants(pair: Pair, times: Mapping[Pair, tuple[Constants, int]]) -> tuple[Constants, int]:
+    """Of the pair, else of all frameworks of its architecture, else the defaults; and the runs behind them."""
+    return times.get(pair) or times.get((ANY, pair[1])) or (DEFAULT, 0)
 
 
 def _of(fitted: str, framework: str) -> str:

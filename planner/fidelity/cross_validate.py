@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import multiprocessing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 
 from planner.fidelity.calibrate import Measured, TimeFit, assemble, measured, require_scipy, time_fits
 from planner.fidelity.metrics import Outcome
@@ -37,6 +39,7 @@ def cross_validate(
     wanted: Sequence[Run] | None = None,
     workers: int = 2,
     folds: int = FOLDS,
+    by_source: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> tuple[Outcome, ...]:
     """One outcome per wanted run, in order, each predicted with the constants of the other folds.
@@ -47,6 +50,7 @@ def cross_validate(
         wanted: those of the runs that are predicted; None: all. The others serve the fits only.
         workers: processes that fit; 1: this one.
         folds: number of folds.
+        by_source: every file of runs is a fold: nothing is learned from whoever published a run.
         progress: told of every fit: done, total, what.
 
     Raises:
@@ -55,8 +59,9 @@ def cross_validate(
     require_scipy()
     wanted = runs if wanted is None else wanted
     data = measured(runs, remarks)
-    held = {fold: [run for run in wanted if fold_of(run, folds) == fold] for fold in range(folds)}
-    rest = {fold: data.without({run for run in runs if fold_of(run, folds) == fold}) for fold in held}
+    fold_for = _by_source(runs) if by_source else partial(fold_of, folds=folds)
+    held = {fold: [run for run in wanted if fold_for(run) == fold] for fold in sorted(set(map(fold_for, runs)))}
+    rest = {fold: _learned_from(data, {run for run in runs if fold_for(run) == fold}, held[fold]) for fold in held}
     times = _fit_all(_tasks(held, rest), workers, progress)
     found: dict[RowKey, Outcome] = {}
     for fold, each in held.items():
@@ -65,10 +70,23 @@ def cross_validate(
     return tuple(found[run.family, run.source_id] for run in wanted)
 
 
+def _by_source(runs: Sequence[Run]) -> Callable[[Run], int]:
+    families = sorted({run.family for run in runs})
+    return lambda run: families.index(run.family)
+
+
+def _learned_from(data: Measured, held_out: Set[Run], held: Sequence[Run]) -> Measured:
+    """What the constants of a fold's held-out runs are fitted to; runs in fp8 only where they are asked about some."""
+    rest = data.without(held_out)
+    return rest if any(run.is_fp8 for run in held) else replace(rest, fp8_times=())
+
+
 def _tasks(held: Mapping[int, Sequence[Run]], rest: Mapping[int, Measured]) -> list[tuple[int, TimeFit]]:
     """The fits that each fold's held-out runs need, the largest first: so the workers end together."""
     tasks = [
-        (fold, one) for fold, runs in held.items() for one in time_fits(rest[fold], sorted(set(map(pair_of, runs))))
+        (fold, one)
+        for fold, runs in held.items()
+        for one in time_fits(rest[fold], sorted(set(map(pair_of, (*runs, *rest[fold].fp8_times)))))
     ]
     return sorted(tasks, key=lambda task: -len(task[1].runs))
 

@@ -53,6 +53,9 @@ PRIORS: dict[str, Prior] = {
     "step_seconds": Prior(5e-3, 1.5),
     "overlap_fraction": Prior(0.7, 0.3),
 }
+FP8_PRIOR = Prior(0.8, 0.15)
+"""Of `Constants.fp8_fraction`, which is fitted apart (`planner.fidelity.fit_fp8`): products in fp8 reach less of a peak
+twice as high, since memory and power are those of bf16. Set with published fp8 runs in sight."""
 BY_ARCHITECTURE: dict[str, dict[str, Prior]] = {
     # FlashAttention-2 reaches 35 % of the peak (Shah et al. 2024, FlashAttention-3, abstract), and rows that start at
     # no multiple of 16 bytes shut out the tensor memory accelerator and the products of warp groups.

@@ -83,6 +83,12 @@ def is_simulated(source: str) -> bool:
     return "ground_truth_single" in source
 
 
+def is_nemo(system: str) -> bool:
+    """NVIDIA's own runs of Megatron-Core, by NeMo's recipes: sequence_parallel wherever tensors are split, and
+    tp_comm_overlap (nemo.collections.llm.recipes, tp_overlap_configs.userbuffers)."""
+    return system.startswith("NeMo (Megatron-Core)")
+
+
 def framework_of(system: str, source: str = "") -> Framework:
     """The framework that a row names; plain torch when none is known. vTrain stands for the steps that it simulated;
     those on many nodes are runs of Megatron-LM itself."""

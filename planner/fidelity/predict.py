@@ -186,7 +186,7 @@ def _job(run: Run) -> Job:
     return Job(
         global_batch_size=run.global_batch_size,
         sequence_length=run.sequence_length,
-        precision=mixed if run.keeps_master else "bf16",
+        precision="fp8" if run.is_fp8 else mixed if run.keeps_master else "bf16",
         optimizer="adamw",
         memory_headroom=0,
     )

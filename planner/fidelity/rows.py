@@ -9,6 +9,7 @@ What a row leaves out is filled by rule, the same for all rows, never per row:
     gated, tied         the combination whose parameter count is nearest to the stated one; else gated when the
                         feed-forward size is not 4 x hidden
     precision           bf16 with fp32 master copy
+    sequence parallel   off, but on in NeMo's recipes
     recomputation       the framework's; what vTrain simulated has none, whatever its rows say: a micro-batch more
                         lengthens their steps by one stage's layers and the output layer, on any number of stages
     stages              `planner.fidelity.stages`
@@ -34,6 +35,7 @@ from planner.fidelity.arguments import Arguments, arguments_of, ends_with, shape
 from planner.fidelity.names import (
     device_of,
     inter_node_of,
+    is_nemo,
     is_simulated,
     schedule_of,
     shard_degree_of,
@@ -92,6 +94,8 @@ class Run:
     """Tensor parallelism splits every expert, instead of sharing them out."""
     splits_vocabulary: bool = False
     """Embedding and output layer are split over the pipeline ranks."""
+    is_fp8: bool = False
+    """Linear layers run in fp8, one scale for a tensor; `dtype` is that of all else."""
 
     @property
     def is_one_layer(self) -> bool:
@@ -159,7 +163,7 @@ def run_of(row: Row, family: str) -> Run:
     device = device_of(row["hardware"], row["precision"])
     if device is None:
         raise OutOfScope("hardware without catalogue entry")
-    dtype, keeps_master = _precision(row["precision"])
+    dtype, keeps_master, is_fp8 = _precision(row["precision"])
     given = arguments_of(row["system"], row["notes"])
     framework, attention = setting_of(row, device, dtype, given)
     shape = _shape(row)
@@ -201,6 +205,7 @@ def run_of(row: Row, family: str) -> Run:
         rank_group=row["rank_group"],
         splits_experts=_expert_tensor_degree(row, layout.tensor_parallel_degree) > 1,
         splits_vocabulary=bool(re.search(r"vocab parallel|interlaced", row["schedule"])),
+        is_fp8=is_fp8,
     )
 
 
@@ -223,15 +228,16 @@ def _needed(row: Row, name: str) -> int:
     return value
 
 
-def _precision(text: str) -> tuple[DataType, bool]:
-    """Type of activations, and whether a master copy is kept."""
+def _precision(text: str) -> tuple[DataType, bool, bool]:
+    """Type of activations, whether a master copy is kept, and whether linear layers run in fp8."""
     lowered = text.lower()
-    if "fp8" in lowered or "nf4" in lowered or "int8" in lowered:
+    if re.search("mxfp8|fp8 rowwise|nf4|int8", lowered):
         raise OutOfScope("number format not modelled")
     if "fp32" in lowered or "tf32" in lowered:
         raise OutOfScope("number format not modelled")
     pure = "pure bf16" in lowered or "true" in lowered
-    return ("fp16" if lowered.startswith("fp16") and "bf16" not in lowered else "bf16"), not pure
+    dtype: DataType = "fp16" if lowered.startswith("fp16") and "bf16" not in lowered else "bf16"
+    return dtype, not pure, "fp8" in lowered
 
 
 def _shape(row: Row) -> TransformerShape:
@@ -303,13 +309,19 @@ def _layout(row: Row, given: Arguments) -> tuple[Layout, int]:
             virtual_stages_per_rank=virtual,
             zero_stage=zero_stage_of(row["zero_fsdp"]),
             zero_shard_degree=_shard_degree(row, data * context, given),
-            sequence_parallel=tensor > 1 and (_number(row, "sequence_parallel") or 0) > 0,
+            sequence_parallel=tensor > 1 and _splits_sequence(row),
             micro_batch_size=size,
             schedule=schedule_of(row["schedule"], virtual),
             recompute="none",
         ),
         batch,
     )
+
+
+def _splits_sequence(row: Row) -> bool:
+    """Stated; else off, but on in NeMo's recipes."""
+    stated = _number(row, "sequence_parallel")
+    return is_nemo(row["system"]) if stated is None else stated > 0
 
 
 def _shard_degree(row: Row, replicas: int, given: Arguments) -> int | None:

@@ -6,6 +6,7 @@ Liger                   output layer and loss chunk by chunk: no logits are kept
 no reshard              gathered parameters stay until the backward
 offload, Paged          optimizer states on the host (ZeRO-Offload; bitsandbytes' paged optimizers), not where the
                         notes say ``Opt Offl=N``
+NeMo                    tensor-parallel exchanges beside products: its recipes' user buffers
 opt-in-bwd              the optimizer steps in the backward
 ZB                      steps follow each other without a barrier (Qi et al. 2024, section 4)
 PA_CPU=N                checkpoints of Megatron with ZeRO 3 stay on the device
@@ -22,7 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 from planner.fidelity.arguments import Arguments, attention_with, framework_with
-from planner.fidelity.names import attention_of, framework_of
+from planner.fidelity.names import attention_of, framework_of, is_nemo
 from planner.spec.devices import find_entry
 from planner.spec.frameworks import AttentionKernel, Framework
 from planner.spec.profile import DataType
@@ -76,6 +77,7 @@ def _of_words(framework: Framework, row: Mapping[str, str]) -> dict[str, Any]:
         "staggers_steps": row["schedule"].lower().startswith("zb"),
         "offloads_states": offloads or "Paged" in system,
         "keeps_gathered": "no reshard" in sharding,
+        "overlaps_tensor_parallel": is_nemo(system),
     }
     traits: dict[str, Any] = {name: getattr(framework, name) or said for name, said in named.items()}
     if "PA_CPU=N" in notes:

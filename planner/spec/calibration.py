@@ -88,6 +88,7 @@ OURS = "planner"
 KERNELS = (
     "matmul_fraction",
     "matmul_edge",
+    "fp8_fraction",
     "unaligned_fraction",
     "memory_fraction",
     "softmax_fraction",

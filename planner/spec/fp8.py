@@ -47,8 +47,17 @@ DYNAMIC = Fp8Casts(
     backward_weight=(Cast("gradient", 2, 1), Cast("input", 5, 2)),
     reduces_maxima=True,
 )
-"""torchao.float8's dynamic tensorwise scaling, whose casts are compiled, as planner.executor and torchtitan run it:
-tensor_to_amax, _ToFloat8ConstrFunc, preprocess_addmm."""
+"""torchao.float8's dynamic tensorwise scaling, whose casts are compiled, as planner.executor runs it: tensor_to_amax,
+_ToFloat8ConstrFunc, preprocess_addmm."""
+SHARDED = Fp8Casts(
+    # Weights are cast shard by shard before they are gathered, and their maxima found once per step.
+    forward=(Cast("input", 5, 2),),
+    backward_input=(Cast("gradient", 5, 2), Cast("weight", 2, 1)),
+    backward_weight=(Cast("gradient", 2, 1), Cast("input", 5, 2)),
+    reduces_maxima=True,
+)
+"""The same under FSDP2, as torchtitan runs it: docs/float8.md, --float8.enable_fsdp_float8_all_gather
+--float8.precompute_float8_dynamic_scale_for_fsdp, compiled."""
 DELAYED = Fp8Casts(
     # One kernel casts, transposes and finds the maximum for a later step (2 read, 1 and 1 written); weights are cast
     # once per step, for the first micro-batch.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from planner.errors import UnknownNameError
-from planner.spec.fp8 import DELAYED, DYNAMIC, Fp8Casts
+from planner.spec.fp8 import DELAYED, DYNAMIC, SHARDED, Fp8Casts
 from planner.spec.profile import RecomputeMode
 
 AttentionKernel = Literal["flash", "flash-1", "flash-3", "fused-softmax", "unfused"]
@@ -71,6 +71,9 @@ class Framework:
     hides_regather: bool = False
     """Sequence parallelism: what a product's backward gathers anew travels beside the product that makes its input's
     gradient (Korthikanti et al. 2022, section 4.2.2)."""
+    overlaps_tensor_parallel: bool = False
+    """Tensor-parallel exchanges run in pieces beside the products that need or make them (TransformerEngine's user
+    buffers, Megatron-Core's --tp-comm-overlap)."""
     fp32_gradients: bool = False
     """Gradients of bf16 parameters are accumulated and reduced in fp32 (fp16 ones stay, for their loss is scaled)."""
     selective: Selective = "operators"
@@ -235,6 +238,7 @@ _ALL = (
         overlaps_reduction=True,
         overlaps_gathers=True,
         stops_recompute=True,
+        fp8=SHARDED,
     ),
     Framework(
         "kempnerforge",

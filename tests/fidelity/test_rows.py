@@ -15,7 +15,8 @@ from tests.fidelity.support import cited, row, run, write_rows
     ("values", "reason"),
     [
         ({"hardware": "Cloud TPUv3"}, "hardware without catalogue entry"),
-        ({"precision": "fp8"}, "number format not modelled"),
+        ({"precision": "fp8 rowwise"}, "number format not modelled"),
+        ({"precision": "MXFP8"}, "number format not modelled"),
         ({"precision": "fp32"}, "number format not modelled"),
         ({"hidden": ""}, r"no dimensions \(hidden\)"),
         ({"layers": ""}, r"no dimensions \(layers\)"),
