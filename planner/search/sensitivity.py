@@ -36,6 +36,9 @@ _BRIEF_ACTIONS = 400_000
 """Actions that may be simulated where the answer is to be brief."""
 
 COUNTED_UNCERTAINTY = 0.1
+FP8_UNCERTAINTY = 0.15
+"""Of counted profiles in fp8: published runs held out by source are missed by that, on average (docs/concepts/
+fidelity.md)."""
 BANDWIDTH_UNCERTAINTY = 0.2
 LATENCY_UNCERTAINTY = 0.5
 _NOT_MEASURED = "assumed, the links were not measured (planner links measures them)"
@@ -243,6 +246,8 @@ def _compute_error(best: Candidate) -> tuple[float, str]:
         return max(spreads), "the widest spread of the plan's measured rows"
     if any(row.source == "measured" for options in rows for row in options.values()):
         return COUNTED_UNCERTAINTY, "assumed, the profile tells no spread of its samples"
+    if work.casts is not None:
+        return FP8_UNCERTAINTY, "assumed, the profile is counted, and few published runs tell of products in fp8"
     return COUNTED_UNCERTAINTY, "assumed, the profile is counted and not measured (planner profile measures it)"
 
 

@@ -24,7 +24,16 @@ def runs(precision: str, system: str = "torchtitan", family: str = "family") -> 
     """Six models on an H100."""
     each = [(hidden, batch) for hidden in (2048, 4096, 8192) for batch in (2, 8)]
     return [
-        run(f"{h}-{b}", family, precision=precision, hardware="H100-80GB", system=system, hidden=h, mbs=b, layers=16)
+        run(
+            f"{precision}-{h}-{b}",
+            family,
+            precision=precision,
+            hardware="H100-80GB",
+            system=system,
+            hidden=h,
+            mbs=b,
+            layers=16,
+        )
         for h, b in each
     ]
 
@@ -38,7 +47,7 @@ def test_precision_of_a_row() -> None:
     """Linear layers in fp8, activations and master copy as in bf16; it is faster, and holds the same bytes."""
     low, half = runs("fp8 (Float8 tensorwise linear)")[-1], runs("bf16")[-1]
     assert (low.is_fp8, low.dtype, low.keeps_master) == (True, "bf16", True)
-    assert replace(low, is_fp8=False) == half
+    assert replace(low, is_fp8=False, source_id=half.source_id) == half
     told, plain = predict_run(low, BASE), predict_run(half, BASE)
     assert told.step_seconds < plain.step_seconds
     assert told.prediction.memory == plain.prediction.memory
