@@ -11,6 +11,7 @@ children of an `nn.Sequential` (as torchgpipe's GPipe takes it), and the blocks 
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -284,12 +285,18 @@ def _cut_simply(model: nn.Module, inputs: Tensor) -> LayerCut | None:
         UnsupportedError: it is no chain that hands on one tensor.
     """
     if isinstance(model, nn.Sequential):
-        return _cut_sequential(model, inputs)
+        return None if _repeats_state(model) else _cut_sequential(model, inputs)
     if hasattr(model, "base_model") and hasattr(model, "config") and not inputs.is_floating_point():
         from profiler.transformer_cut import cut_transformer
 
         return cut_transformer(model, inputs)
     return None
+
+
+def _repeats_state(model: nn.Sequential) -> bool:
+    """Does a child with parameters or buffers stand at several places?"""
+    repeated = (child for child in set(model) if sum(each is child for each in model) > 1)
+    return any(child.state_dict() for child in repeated)
 
 
 class SequentialStage(nn.Sequential):
@@ -307,8 +314,14 @@ class SequentialChain(TensorChain):
     names: tuple[str, ...]
 
     def stage(self, model: nn.Module, start: int, stop: int) -> nn.Module:
-        """A new container of the children start..stop."""
-        return SequentialStage(OrderedDict((name, model.get_submodule(name)) for name in self.names[start:stop]))
+        """A new container of the children start..stop. A child that stands at several places, which has no state then,
+        becomes one of its own at each: hooks and recomputation are of one layer."""
+        children: OrderedDict[str, nn.Module] = OrderedDict()
+        for name in self.names[start:stop]:
+            child = model.get_submodule(name)
+            is_again = any(child is other for other in children.values())
+            children[name] = copy.deepcopy(child) if is_again else child
+        return SequentialStage(children)
 
     def outputs(self, model: nn.Module, inputs: Tensor) -> tuple[Tensor, ...]:
         """Run the children one by one."""
@@ -327,7 +340,7 @@ class SequentialChain(TensorChain):
 
 
 def _cut_sequential(model: nn.Sequential, inputs: Tensor) -> LayerCut:
-    names = tuple(name for name, _ in model.named_children())
+    names = tuple(model._modules)  # `named_children` leaves out children that stand at several places
     chain = SequentialChain(names)
     outputs = _chain_of_tensors(chain, model, inputs)
     signatures = [

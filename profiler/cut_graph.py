@@ -317,12 +317,17 @@ def aliases(model: nn.Module, modules: set[str]) -> set[str]:
 
 
 def prune(model: nn.Module, modules: set[str], attributes: set[str]) -> None:
-    """Take everything out of the model but these modules, parameters and buffers, in place."""
+    """Take everything out of the model but these modules, parameters and buffers, in place. A module that has several
+    names is told by the first of them, as in `named_modules`."""
+    visited: dict[int, bool] = {}
 
     def visit(name: str, module: nn.Module) -> bool:
-        """Prune below; is anything left?"""
-        if name in modules:
-            return True
+        """Is anything left of it?"""
+        if id(module) not in visited:
+            visited[id(module)] = name in modules or prune_below(name, module)
+        return visited[id(module)]
+
+    def prune_below(name: str, module: nn.Module) -> bool:
         for child_name in list(module._modules):
             path = f"{name}.{child_name}" if name else child_name
             child = module._modules[child_name]

@@ -4,13 +4,14 @@ A bug found while building belongs in the module's own tests; one that a user me
 showed it, as small as it goes.
 """
 
+import copy
 import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from planner.executor.failure import read_failure, write_failure
 from planner.spec.profile import RecomputeMode
@@ -56,3 +57,36 @@ def test_own_autograd_functions_take_no_split_tensor(tmp_path: Path) -> None:
     config = {"model_type": "bloom", "hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64}
     (tmp_path / "bloom.json").write_text(json.dumps({**config, "architectures": ["BloomForCausalLM"]}))
     assert load_model(str(tmp_path / "bloom.json")).tensor_parallel_degrees() == (1,)
+
+
+RELU, PRODUCT = nn.ReLU(), nn.Linear(8, 8)
+REPEATS = {
+    "an activation": lambda: nn.Sequential(nn.Linear(8, 8), RELU, nn.Linear(8, 8), RELU, nn.Linear(8, 3)),
+    "weights": lambda: nn.Sequential(PRODUCT, nn.Tanh(), PRODUCT, nn.Linear(8, 3)),
+    "a second name": lambda: Twice(PRODUCT, nn.Linear(8, 8)),
+}
+
+
+class Twice(nn.Module):
+    """A module that has two names, and runs under both."""
+
+    def __init__(self, shared: nn.Module, other: nn.Module) -> None:
+        super().__init__()
+        self.first, self.between, self.second = shared, other, shared
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Three products."""
+        return torch.sigmoid(self.second(torch.tanh(self.between(torch.tanh(self.first(inputs))))))
+
+
+@pytest.mark.parametrize("what", REPEATS)
+def test_modules_that_stand_at_several_places(what: str) -> None:
+    """A repeated activation of an nn.Sequential was left out of the model, repeated weights hung the profiler, and a
+    stage lost the weights of a module with a second name."""
+    inputs, whole = torch.randn(2, 8), REPEATS[what]()
+    cut = cut_model(copy.deepcopy(whole).to("meta"), torch.empty(2, 8, device="meta"))
+    places = range(1, len(cut.layers))
+    stages = [[cut.stage(copy.deepcopy(whole), a, b) for a, b in ((0, at), (at, len(cut.layers)))] for at in places]
+    for before, after in stages:
+        torch.testing.assert_close(after(before(inputs)), whole(inputs))
+    torch.testing.assert_close(cut.stage(copy.deepcopy(whole), 0, len(cut.layers))(inputs), whole(inputs))
