@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from planner.cli.arguments import add_json, add_option, whole_number
 from planner.cli.console import data, to_json
@@ -29,6 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = load_settings(overrides, config=arguments.config)
     if arguments.json:
         data(to_json(settings))
+        sys.stdout.flush()  # a reader of a pipe waits for it, and serving does not end
     from api.serve import serve
 
     try:

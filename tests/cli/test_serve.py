@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ SERVE = (sys.executable, "-m", "planner.cli.main", "serve")
 
 
 def test_serves_until_interrupted(tmp_path: Path) -> None:
-    """The service answers on the port it tells, prints its settings with --json, and Ctrl-C ends it in order."""
+    """The service prints its settings with --json, answers on the port it tells, and Ctrl-C ends it in order."""
     database = tmp_path / "plans.db"
     command = [*SERVE, "--port", "0", "--database", str(database), "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -29,6 +30,7 @@ def test_serves_until_interrupted(tmp_path: Path) -> None:
             if found:
                 address = found[1]
                 break
+        assert select.select([process.stdout], [], [], 0)[0] == [process.stdout]  # not kept back until it ends
         with urllib.request.urlopen(f"{address}/healthz", timeout=120) as answer:
             assert answer.status == 200
         process.send_signal(signal.SIGINT)
