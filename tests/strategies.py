@@ -166,7 +166,7 @@ def instances(draw: st.DrawFn, most_layers: int = 8) -> Instance:
     """A small request; every device has room for everything."""
     step = job(
         draw(st.sampled_from((2, 4, 6, 8, 16))),
-        optimizer=draw(st.sampled_from(("sgd", "adam", "adafactor", "muon"))),
+        optimizer=draw(st.sampled_from(("sgd", "adam", "adafactor", "muon", "adam-8bit"))),
         precision=draw(st.sampled_from(("bf16", "bf16-mixed"))),
     )
     return Instance(draw(models(most_layers)), draw(clusters()), step)

@@ -145,7 +145,7 @@ def given_layouts(draw: st.DrawFn) -> Given:
     )
     step = job(
         micro_batches * layout.data_parallel_degree * layout.micro_batch_size,
-        optimizer=draw(st.sampled_from(("sgd", "adam", "adafactor", "muon"))),
+        optimizer=draw(st.sampled_from(("sgd", "adam", "adafactor", "muon", "adam-8bit"))),
         precision=draw(st.sampled_from(("bf16", "bf16-mixed"))),
     )
     stages = layout.pipeline_parallel_degree * layout.virtual_stages_per_rank

@@ -77,7 +77,7 @@ def mixed_layouts(draw: st.DrawFn) -> Given:
     model = draw(models(layout))
     step = job(
         micro_batches * layout.micro_batch_size,
-        optimizer=draw(st.sampled_from(("sgd", "adam", "adafactor"))),
+        optimizer=draw(st.sampled_from(("sgd", "adam", "adafactor", "adam-8bit"))),
         precision=draw(st.sampled_from(("bf16", "bf16-mixed"))),
     )
     cuts = st.sets(st.integers(1, len(model.layers) - 1), min_size=pipeline - 1, max_size=pipeline - 1)
