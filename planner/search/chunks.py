@@ -56,7 +56,8 @@ def _can_be_cut(work: Workload) -> bool:
 
 def _is_priced(work: Workload, rows: Rows) -> bool:
     """Has equation (Q3) all that it needs?"""
-    if work.profile.dtype not in work.device.peak_flops_per_second:
+    types = {work.profile.dtype} if work.casts is None else {work.profile.dtype, "fp8"}
+    if not types <= work.device.peak_flops_per_second.keys():
         return False
     every = [row for options in {id(each): each for each in rows}.values() for row in options.values()]
     attends = any(operation.kind == "attention" for row in every for operation in row.operations)

@@ -8,14 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner.cost import price
 from planner.cost.chunks import in_chunks
 from planner.cost.fp8 import told_fp8
+from planner.search import plan
 from planner.spec.calibration import Constants
+from planner.spec.cluster import Cluster, NodeGroup
+from planner.spec.devices import catalogue
 from planner.spec.fp8 import DELAYED, DYNAMIC, Fp8Casts
+from planner.spec.job import Job
+from planner.spec.plan import Plan
 from planner.spec.profile import Measurement, Operation
+from planner.validate import check
 from planner.validate.formulas import Machine, chunked_seconds
 from planner.validate.fp8 import low_precision_row
-from tests.builders import device
+from profiler.counted import counted_profile
+from tests.builders import device, request
 from tests.cost.test_compute import row
 
 sizes = st.sampled_from([16, 48, 64, 65])
@@ -77,6 +85,23 @@ def test_both_hands_agree(one: Measurement, is_last: bool, casts: Fp8Casts, cons
         strict=True,
     ):
         assert ours == pytest.approx(checked, rel=1e-9)
+
+
+def test_plans_in_fp8_hold() -> None:
+    """What the search finds for a job in fp8, split over tensor- and pipeline-parallel ranks, the checker recomputes;
+    nothing of it holds once the profile's seconds are said to be of another precision."""
+    model = counted_profile("llama-3.2-1b", sequence_length=512, micro_batch_sizes=(1, 2), tensor_parallel_degrees=(2,))
+    nodes = Cluster(node_groups=(NodeGroup(device="h100-sxm5-80gb", nodes=1, devices_per_node=4),))
+    wishes = {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2, "schedule": ("1f1b", "zb-h1")}
+    step = Job(global_batch_size=8, sequence_length=512, precision="fp8", constraints=wishes)
+    found = plan(request(model, nodes, step, top=0), model)
+    assert isinstance(found, Plan)
+    assert check(found, model).ok
+    slower = found.prediction.model_copy(update={"step_seconds": 1.01 * found.prediction.step_seconds})
+    assert not check(found.model_copy(update={"prediction": slower}), model).ok
+    measured = price(model, catalogue()["h100-sxm5-80gb"].spec)
+    refused = check(found, measured).problems
+    assert any(one.startswith("profile.precision: ") for one in refused)
 
 
 def linear(m: int = 1024, n: int = 1024, k: int = 1024, **fields: Any) -> Operation:
