@@ -1,13 +1,13 @@
 """All layouts x contiguous partitions x recompute choices of a small request, priced by the validator's own equations.
 
 The oracle of the search: it shares no line with cost model and search, except that schedules write their own actions,
-and that the rules by which layers are dealt to several stages per rank, and micro-batches to data ranks where they do
-not divide, are theirs (they have tests of their own).
+and that the rules by which layers are dealt to several stages per rank and recompute there, and micro-batches to data
+ranks where they do not divide, are theirs (they have tests of their own).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations, islice, pairwise, product
 from typing import Any
@@ -27,6 +27,7 @@ from planner.validate.cells import Cells
 from planner.validate.facts import Facts, gather
 from planner.validate.prediction import StepCheck
 from planner.validate.prices import Prices
+from tests.brute_force_recompute import ruled_map
 
 StageMap = tuple[tuple[tuple[int, RecomputeMode], ...], ...]
 Split = tuple[int, int, int, int, bool]
@@ -50,7 +51,8 @@ CHUNKED = ("seqpipe", "seqvpp", "seqsmartvpp")
 """Of sequences in several chunks."""
 SPLIT = ("zb-h1", "zb-h1-fused", "zb-h2", "zb-v")
 """Of them, those with I and W: the executor does not recompute under them."""
-MOST_VIRTUAL_STAGES = 8
+MOST_VIRTUAL_STAGES, MOST_MIXED_STAGES = 8, 4
+"""On one rank; where layers recompute one by one."""
 _MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
 
 
@@ -173,6 +175,16 @@ def modes_offered(profile: ModelProfile) -> list[RecomputeMode]:
     return [mode for mode in _MODES if mode in offered]
 
 
+def has_choices(profile: ModelProfile) -> bool:
+    """Does some layer offer several recompute modes?"""
+    return any(len({row.recompute for row in layer.measurements}) > 1 for layer in profile.layers)
+
+
+def is_ruled(layout: Layout) -> bool:
+    """Do its layers recompute by the rule (E7), which asks how large the devices are?"""
+    return layout.recompute == "per-layer" and layout.schedule not in PARTITIONED
+
+
 def rank_orders(cluster: Cluster) -> tuple[Any, ...]:
     """Both, unless all devices reach each other by the same links."""
     several = cluster.devices > domain_of(cluster.node_groups[0])
@@ -230,6 +242,9 @@ def orders(
             if mode == "none" or (mode in offered and name not in SPLIT):
                 order = {"schedule": name, "virtual_stages_per_rank": virtual, "recompute": mode}
                 yield order | {"sequence_chunks": chunks}
+        if name not in SPLIT and virtual <= MOST_MIXED_STAGES and has_choices(profile):
+            order = {"schedule": name, "virtual_stages_per_rank": virtual, "recompute": "per-layer"}
+            yield order | {"sequence_chunks": chunks}
 
 
 def place(layout: Layout, devices_per_node: int) -> tuple[RankPlacement, ...]:
@@ -301,14 +316,26 @@ def price(known: Facts) -> Iterator[Priced]:
     )
     actions = parse(schedule.to_text())
     is_free = layout.schedule in PARTITIONED
-    free = stage_maps(known, are_alike=not layout.has_uneven_shares)
-    for stage_map in free if is_free else (dealt_map(prices, schedule),):
+    if is_ruled(layout):
+        ruled = ruled_map(cells, schedule)
+        stage_maps_here: Iterable[StageMap] = () if ruled is None else (ruled,)
+    elif is_free:
+        stage_maps_here = stage_maps(known, are_alike=not layout.has_uneven_shares)
+    else:
+        stage_maps_here = (dealt_map(prices, schedule),)
+    for stage_map in stage_maps_here:
         step = StepCheck(cells, stage_map, actions)
         rows = step.memory()
         peaks, hosts = zip(*((row.peak_bytes, row.host_bytes) for row in rows), strict=True)
         yield Priced(layout, stage_map, step.step_nanoseconds(), peaks, hosts)
 
 
-def price_all(profile: ModelProfile, cluster: Cluster, job: Job) -> list[Priced]:
-    """Every stage map of every layout, priced."""
-    return [one for layout in layouts(profile, cluster, job) for one in price(facts(profile, cluster, job, layout))]
+def price_all(profile: ModelProfile, cluster: Cluster, job: Job, *, ruled: bool | None = None) -> list[Priced]:
+    """Every stage map of every layout, priced; only of those that do not depend on the size of the devices
+    (`is_ruled`), or only of those that do."""
+    return [
+        one
+        for layout in layouts(profile, cluster, job)
+        if ruled in (None, is_ruled(layout))
+        for one in price(facts(profile, cluster, job, layout))
+    ]

@@ -153,11 +153,16 @@ def _gradient_bytes(costs: LayoutCosts, layers: Sequence[LayerCost], sharded: in
 
 def unit_bytes(costs: LayoutCosts, stages: Sequence[StageLayers], index: int) -> int:
     """Saved activations of one micro-batch, or its chunk's share, and what the stage puts out; offloaded: takes in."""
-    whole = sum(cost.activation_bytes for _, cost in stages[index])
-    whole += 0 if costs.work.framework.frees_outputs else outgoing_bytes(costs, stages, index)
-    if costs.layout.activation_offload and index > 0:  # (O2): else it is among what the first layer saves
-        whole += outgoing_bytes(costs, stages, index - 1)
+    whole = sum(cost.activation_bytes for _, cost in stages[index]) + kept_bytes(costs, stages, index)
     return -(-whole // costs.layout.sequence_chunks)
+
+
+def kept_bytes(costs: LayoutCosts, stages: Sequence[StageLayers], index: int) -> int:
+    """What a stage keeps of a whole micro-batch besides the activations of its layers."""
+    kept = 0 if costs.work.framework.frees_outputs else outgoing_bytes(costs, stages, index)
+    if costs.layout.activation_offload and index > 0:  # (O2): else it is among what the first layer saves
+        kept += outgoing_bytes(costs, stages, index - 1)
+    return kept
 
 
 def outgoing_bytes(costs: LayoutCosts, stages: Sequence[StageLayers], index: int) -> int:

@@ -54,7 +54,7 @@ def in_flight_vectors(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], 
 
     Memory is the largest of (units of a stage x its bytes, summed over the stages) over these, whatever the bytes.
     """
-    return tuple(_maximal(set(crests(schedule, rank))) for rank in range(schedule.ranks))
+    return _kept_vectors(schedule)
 
 
 def _all_crests(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], ...]:
@@ -73,8 +73,14 @@ def _distinct(rows: Numbers) -> Numbers:
     return distinct
 
 
+def _all_vectors(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """`in_flight_vectors` of every rank."""
+    return tuple(_maximal(set(crests(schedule, rank))) for rank in range(schedule.ranks))
+
+
 _kept = Kept(_all_crests, size_of=lambda schedule: schedule.stages * schedule.units)
 """Predictions of many stage maps ask for those of one schedule."""
+_kept_vectors = Kept(_all_vectors, size_of=lambda schedule: schedule.stages * schedule.units)
 
 
 def _crests(schedule: Schedule, rank: int) -> Numbers:

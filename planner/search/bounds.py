@@ -151,10 +151,13 @@ def first_chunk(cost: LayerCost, chunks: int) -> tuple[int, int, int]:
     return forward, of_input + weight // chunks, weight // chunks
 
 
-def any_order_bound(costs: LayoutCosts, totals: Totals) -> int:
+def any_order_bound(costs: LayoutCosts, totals: Totals, in_flight: Sequence[int] | None = None) -> int:
     """Ticks that no stage map beats under any schedule, with any number of stages per rank: (B1), (B3)'s mean, (B4)
-    and (B5)."""
-    mean = totals.mean(costs, totals.backward)
+    and (B5); with micro-batches that every rank holds at least, also (B6)."""
+    backward = totals.backward
+    if in_flight is not None:
+        backward = least_backward(totals, _most_activations(room_bytes(costs), totals.ogp_bytes, in_flight))
+    mean = totals.mean(costs, backward)
     bound = max(costs.micro_batches * totals.longest, mean, totals.fullest(costs), totals.passing)
     return bound + costs.reduction_latency_ticks
 

@@ -72,6 +72,20 @@ def _short_traits(name: str, ranks: int, micro_batches: int, virtual_stages: int
     return Traits((most_held(first), most_held(last)), bool(ends_low))
 
 
+def held_of(name: str, ranks: int, micro_batches: int, virtual_stages: int, chunks: int = 1) -> _Sizes:
+    """Micro-batches held of every stage at once with the others of its rank, at least: equation (E5)."""
+    return _short_held(name, ranks, min(ranks * _ROUNDS, micro_batches), virtual_stages, chunks)
+
+
+@lru_cache(maxsize=4096)
+def _short_held(name: str, ranks: int, micro_batches: int, virtual_stages: int, chunks: int) -> _Sizes:
+    entry, shape = find(name), Shape(ranks, micro_batches, virtual_stages, chunks)
+    held: dict[int, int] = {}
+    for rank in range(ranks):
+        held |= most_held(entry.rank_actions(shape, rank))
+    return np.array([held.get(stage, 0) for stage in range(ranks * virtual_stages)], dtype=np.int64)
+
+
 @lru_cache(maxsize=64)
 def built(name: str, ranks: int, micro_batches: int, virtual_stages: int, chunks: int) -> Schedule:
     """A schedule, built once for all layouts that use it."""
@@ -81,6 +95,11 @@ def built(name: str, ranks: int, micro_batches: int, virtual_stages: int, chunks
 def layout_traits(costs: LayoutCosts) -> Traits:
     """The traits of a layout's schedule."""
     return traits_of(*_numbers(costs))
+
+
+def layout_held(costs: LayoutCosts) -> _Sizes:
+    """What a layout's schedule holds at least: `held_of`."""
+    return held_of(*_numbers(costs))
 
 
 def layout_schedule(costs: LayoutCosts) -> Schedule:
@@ -183,17 +202,21 @@ class Uniform:
         unit = math.gcd(*self.work) or 1
         return tuple(each // unit for each in self.work)
 
-    def bound(self, sizes: tuple[int, ...], ranks: tuple[int, ...], *, ends_low: bool) -> int:
+    def bound(
+        self, sizes: tuple[int, ...], ranks: tuple[int, ...], *, ends_low: bool, again: _Sizes | None = None
+    ) -> int:
         """Ticks that these stages take at least, transfers for nothing: (E3), and (E4) where ranks end low.
 
         Args:
             sizes: layers of every stage.
             ranks: pipeline rank of every stage.
             ends_low: the last rank ends with the full backward of its lowest stage.
+            again: ticks that a micro-batch takes every rank besides.
         """
         stages, (lowest, holds) = self._stages(sizes), _holders(ranks)
         tails, first = stages.tail @ holds, stages.starts[lowest]
-        done = self._down[first] + self.micro_batches * (stages.work @ holds)
+        work = stages.work @ holds if again is None else stages.work @ holds + again
+        done = self._down[first] + self.micro_batches * work
         bound = int((done + tails).max())
         if ends_low:
             up = int(self.first_backward[: first[-1]].sum())
@@ -213,6 +236,24 @@ class Uniform:
                 if states[stages].sum() + (units * saved[stages]).sum() > self.host_room_bytes:
                     return False
         return True
+
+    def lacking_bytes(self, sizes: tuple[int, ...], ranks: tuple[int, ...], held: _Sizes) -> NDArray[np.float64]:
+        """What every rank's device lacks at least, without its receive buffers; below zero where there is room.
+
+        Args:
+            sizes: layers of every stage.
+            ranks: pipeline rank of every stage.
+            held: units of every stage that are held at once.
+        """
+        sums, (_, holds) = self._stages(sizes), _holders(ranks)
+        largest = (sums.temporary_bytes[:, None] * holds).max(axis=0)
+        lacking: NDArray[np.float64] = sums.ogp_bytes @ holds + largest - self.room_bytes
+        return lacking + self.held_bytes(sizes, ranks, held)
+
+    def held_bytes(self, sizes: tuple[int, ...], ranks: tuple[int, ...], held: _Sizes) -> NDArray[np.float64]:
+        """Of that, what the units in flight take."""
+        taken: NDArray[np.float64] = (held * self._stages(sizes).unit_bytes) @ _holders(ranks)[1]
+        return taken
 
     @cached_property
     def _down(self) -> _Sizes:
@@ -357,17 +398,16 @@ def balanced(work: _Sizes, sizes: _Sizes, stage_ranks: NDArray[np.intp]) -> _Siz
     _, holds = _holders(tuple(stage_ranks.tolist()))
     sizes = np.array(sizes)
     loads = np.add.reduceat(work, _starts(sizes)) @ holds
-    best = _scores(loads[None, :])[0]
+    best = _best_of(loads[None, :])[1]
     for _ in range(len(work)):
         givers = np.flatnonzero((holds[:, loads.argmax()] > 0) & (sizes > 1))
         others = loads + _changes(work, sizes, holds, givers)
         if not len(others):
             break
-        scores = _scores(others)
-        place = min(range(len(scores)), key=scores.__getitem__)
-        if scores[place] >= best:
+        place, score = _best_of(others)
+        if score >= best:
             break
-        best, loads = scores[place], others[place]
+        best, loads = score, others[place]
         giver, taker = divmod(place, len(sizes) - 1)
         sizes[givers[giver]] -= 1
         sizes[taker + (taker >= givers[giver])] += 1
@@ -396,6 +436,10 @@ def _changes(work: _Sizes, sizes: _Sizes, holds: NDArray[np.float64], givers: ND
     return pairs
 
 
-def _scores(loads: NDArray[np.float64]) -> list[tuple[float, float]]:
-    """(busiest rank, sum of squares) of every row."""
-    return list(zip(loads.max(axis=1).tolist(), np.square(loads).sum(axis=1).tolist(), strict=True))
+def _best_of(loads: NDArray[np.float64]) -> tuple[int, tuple[float, float]]:
+    """The first of the rows whose (busiest rank, sum of squares) is least, and these."""
+    busiest = loads.max(axis=1)
+    rows = np.flatnonzero(busiest == busiest.min())
+    squares = np.square(loads[rows]).sum(axis=1)
+    place = int(squares.argmin())
+    return int(rows[place]), (float(busiest.min()), float(squares[place]))

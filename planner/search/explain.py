@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.cost import LayoutCosts, choose, predict_step
+from planner.search.bounds import BOUNDED
 from planner.search.inside import least_memory
 from planner.search.orders import recompute_wish
 from planner.search.result import Candidate, Found
@@ -44,13 +45,14 @@ def predictions(candidates: Sequence[Candidate]) -> tuple[Prediction, ...]:
 
 def with_recompute(candidate: Candidate) -> Layout:
     """The layout with the word for what its stage map recomputes; where all layers recompute alike, it has it: a layer
-    that does not offer the mode is no other choice."""
-    if candidate.costs.layout.recompute != "per-layer":
-        return candidate.costs.layout
+    that does not offer the mode is no other choice. Where the layers are dealt, the word tells by which rule."""
+    layout = candidate.costs.layout
+    if layout.recompute != "per-layer" or layout.schedule not in BOUNDED:
+        return layout
     pairs = [pair for stage in candidate.stage_map for pair in stage]
     able = [(layer, mode) for layer, mode in pairs if len(candidate.costs.layers[layer]) > 1]
     modes = {mode for _, mode in able} or {mode for _, mode in pairs}
-    return candidate.costs.layout.model_copy(update={"recompute": modes.pop() if len(modes) == 1 else "per-layer"})
+    return layout.model_copy(update={"recompute": modes.pop() if len(modes) == 1 else "per-layer"})
 
 
 def alternatives(found: Found, priced: Sequence[Prediction]) -> tuple[Alternative, ...]:

@@ -74,5 +74,5 @@ def orders_offloading(orders: tuple[Order, ...], rows: Rows, wish: tuple[str, ..
     return tuple(
         replace(order, recompute="none")
         for order in orders
-        if order.recompute in ("none", "per-layer") and not splits_backward(order.schedule)
+        if order.recompute == ("none" if order.is_dealt else "per-layer") and not splits_backward(order.schedule)
     )

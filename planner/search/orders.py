@@ -1,9 +1,10 @@
 """In which order micro-batches may run: the schedules that the search chooses from, and which layouts take them.
 
 (D7)  orders: schedules whose partition and recomputation are searched (`BOUNDED`), and those that take the stage map
-      of `planner.search.dealt` and recompute all layers alike: with several stages per rank, up to
-      `MOST_VIRTUAL_STAGES`, or with a split backward; where the job names it, also an order that is made for these
-      stages (`planner.search.synthesized`)                                                            -> orders()
+      of `planner.search.dealt`: with several stages per rank, up to `MOST_VIRTUAL_STAGES`, or with a split backward;
+      where the job names it, also an order that is made for these stages (`planner.search.synthesized`). Under these
+      all layers recompute alike, or, where backwards are full, as few as the memory asks
+      (`planner.search.dealt_recompute`)                                                               -> orders()
 
 Schedules whose actions overlap in pairs are left out: the executor runs the two one after the other, so the time that
 a simulation promises would not be met.
@@ -11,6 +12,7 @@ a simulation promises would not be met.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -30,6 +32,8 @@ from planner.spec.profile import RecomputeMode
 
 MOST_VIRTUAL_STAGES = 8
 """On one rank."""
+MOST_MIXED_STAGES = 4
+"""On one rank, where layers are dealt and recompute per layer: more of them leave few layers each to choose among."""
 MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
 
 
@@ -59,7 +63,7 @@ class Order:
     schedule: str
     virtual_stages: int
     recompute: RecomputeWord
-    """``per-layer``: the stage map says; else the mode of all layers."""
+    """``per-layer``: the stage map says, searched or by a rule; else the mode of all layers."""
 
     @property
     def is_dealt(self) -> bool:
@@ -103,7 +107,7 @@ def orders_of(
     chunks: int,
     schedules: tuple[str, ...],
     virtual: tuple[int, ...],
-    modes: tuple[RecomputeMode, ...],
+    modes: tuple[RecomputeWord, ...],
 ) -> tuple[Order, ...]:
     """Orders of a family: on a heterogeneous cluster and where replicas differ the bounded schedules alone, and where
     replicas differ, with all layers recomputed alike, since what is cheapest may differ between their devices."""
@@ -114,12 +118,20 @@ def orders_of(
     found = orders(pipeline, standing.micro_batches, len(work.profile.layers), bounded, virtual, modes)
     if standing.are_alike:
         return found
-    return tuple(Order(one.schedule, one.virtual_stages, mode) for one in found for mode in modes)
+    alike = [mode for mode in modes if mode != "per-layer"]
+    return tuple(Order(one.schedule, one.virtual_stages, mode) for one in found for mode in alike)
 
 
-def uniform_modes(rows: Rows, wish: tuple[str, ...]) -> tuple[RecomputeMode, ...]:
-    """Modes that all layers can take alike: each takes it, or offers no wished mode and keeps what it has."""
+def recompute_words(rows: Rows, wish: tuple[str, ...]) -> tuple[RecomputeWord, ...]:
+    """Modes that all layers can take alike, and ``per-layer`` where some layer has a choice."""
     kinds = {id(options): frozenset(options) for options in rows}.values()
+    choices = [options if "per-layer" in wish else options.intersection(wish) for options in kinds]
+    mixed: tuple[RecomputeWord, ...] = ("per-layer",) if max(map(len, choices)) > 1 else ()
+    return (*_uniform_modes(kinds, wish), *mixed)
+
+
+def _uniform_modes(kinds: Collection[frozenset[RecomputeMode]], wish: tuple[str, ...]) -> tuple[RecomputeMode, ...]:
+    """Each layer takes it, or offers no wished mode and keeps what it has."""
     offered = frozenset[RecomputeMode]().union(*kinds)
     wished = offered if "per-layer" in wish else offered.intersection(wish)
     if "per-layer" in wish:
@@ -136,7 +148,7 @@ def orders(
     layers: int,
     schedules: tuple[str, ...],
     virtual: tuple[int, ...],
-    modes: tuple[RecomputeMode, ...],
+    modes: tuple[RecomputeWord, ...],
     chunks: int = 1,
 ) -> tuple[Order, ...]:
     """Orders that so many ranks, micro-batches, layers and sequence chunks can take: equations (D4) and (D7)."""
@@ -149,9 +161,16 @@ def orders(
             for count in virtual
             if pipeline * count <= layers and _takes(name, Shape(pipeline, micro_batches, count, chunks))
             for mode in modes
-            if mode == "none" or name == SYNTHESIZED or not splits_backward(name)
+            if _recomputes(name, count, mode)
         ]
     return tuple(found) if pipeline <= layers else ()
+
+
+def _recomputes(name: str, virtual_stages: int, word: RecomputeWord) -> bool:
+    """May layers that are dealt recompute like this?"""
+    if word == "per-layer":
+        return name != SYNTHESIZED and virtual_stages <= MOST_MIXED_STAGES and not splits_backward(name)
+    return word == "none" or name == SYNTHESIZED or not splits_backward(name)
 
 
 @lru_cache

@@ -18,10 +18,11 @@ from planner.cost import (
     stage_ranks,
     workload,
 )
-from planner.errors import LayoutError, MismatchError, UnsupportedError
+from planner.errors import LayoutError, MismatchError
 from planner.schedule import Requirement, Schedule, canonical_name, find, requirements
 from planner.search.bounds import BOUNDED
 from planner.search.dealt import Uniform, deal, ranks_of
+from planner.search.dealt_recompute import PerLayer, check_per_layer, fewest_modes
 from planner.search.explain import (
     alternatives,
     explanation,
@@ -46,8 +47,8 @@ from planner.search.segments import allowed_modes, uniform_modes
 from planner.search.sensitivity import sensitivity
 from planner.search.space import Space
 from planner.search.synthesized import Unordered, check_synthesis, given_order
-from planner.spec.calibration import Constants
 from planner.search.whole_sequences import check_pieces_of
+from planner.spec.calibration import Constants
 from planner.spec.cluster import Cluster
 from planner.spec.document import digest
 from planner.spec.job import Job
@@ -230,8 +231,9 @@ def predict(
 
     Without `layers_per_stage`, the stage map is the fastest for this layout that fits, else the fastest at all. With
     it, and ``per-layer`` recomputation, the same holds for what recomputes. Under schedules whose partition the search
-    does not look for (several stages per rank, split backwards), layers are dealt as `planner.search.dealt` says; the
-    order that is ``synthesized`` for them is the one that a search would find.
+    does not look for (several stages per rank, split backwards), layers are dealt as `planner.search.dealt` says, and
+    recompute ``per-layer`` as `planner.search.dealt_recompute` says; the order that is ``synthesized`` for them is the
+    one that a search would find.
 
     Args:
         profile: of the model.
@@ -245,7 +247,7 @@ def predict(
     Raises:
         LayoutError: the degrees, batch or layers per stage do not fit together.
         UnknownNameError: no framework has this name.
-        UnsupportedError: ``per-layer`` recomputation with several stages per rank, offloading to a host that is not
+        UnsupportedError: ``per-layer`` recomputation where no rule chooses it, offloading to a host that is not
             known, or pieces of sequences that cannot be cut.
         SpecError: the documents do not belong together.
     """
@@ -255,9 +257,9 @@ def predict(
     )
     _check_virtual_stages(plain)
     _check_sequence_chunks(plain, job)
+    check_pieces_of(plain, profile)
     costs = layout_costs(work, plain)
     _check_stages(layout, costs)
-    check_pieces_of(plain, profile)
     if plain.schedule == SYNTHESIZED:
         check_synthesis(costs)
         alike = Unordered(costs, Uniform.of(costs, uniform_modes(costs, plain.recompute)))
@@ -269,9 +271,9 @@ def predict(
 
 def _stage_map(costs: LayoutCosts, counts: Sequence[int] | None) -> StageMap:
     layout = costs.layout
-    if layout.schedule in BOUNDED or (layout.recompute == "per-layer" and layout.virtual_stages_per_rank == 1):
+    if layout.schedule in BOUNDED:
         return _given(costs, counts) if counts else _fastest(costs)
-    return _alike(costs, counts)
+    return _fewest(costs, counts) if layout.recompute == "per-layer" else _alike(costs, counts)
 
 
 def _check_virtual_stages(layout: Layout) -> None:
@@ -349,15 +351,19 @@ def _given(costs: LayoutCosts, counts: Sequence[int]) -> StageMap:
 
 def _alike(costs: LayoutCosts, counts: Sequence[int] | None) -> StageMap:
     """Given or dealt numbers of layers, all recomputed as the layout says, as the search has them for this schedule."""
-    if costs.layout.recompute == "per-layer":
-        raise UnsupportedError(
-            "per-layer recomputation is chosen for one stage per rank only.",
-            field="layout.recompute",
-            mend="use none, selective or full with several stages per rank.",
-        )
     modes = uniform_modes(costs, costs.layout.recompute)
     layers = Uniform.of(costs, modes)
     return layers.stage_map(counts or deal(layers.work, ranks_of(costs)))
+
+
+def _fewest(costs: LayoutCosts, counts: Sequence[int] | None) -> StageMap:
+    """Given or dealt numbers of layers, of which as few recompute as the memory asks, as the search has them for this
+    schedule; none where no choice fits."""
+    schedule = schedule_of(costs)
+    check_per_layer(costs, schedule)
+    layers = PerLayer.of(costs, allowed_modes(costs, (costs.layout.recompute,)))
+    sizes = tuple(counts or layers.dealt(ranks_of(costs)))
+    return fewest_modes(costs, layers, sizes, schedule) or layers.fastest.stage_map(sizes)
 
 
 def _fastest(costs: LayoutCosts) -> StageMap:

@@ -1,84 +1,199 @@
-"""Which layers of one stage recompute: the fewest ticks that fit the memory, exactly (CP-SAT).
+"""Which layers of a pipeline rank recompute: the fewest ticks that fit the memory, exactly.
 
-Layers l of the stage, modes r; z(l,r) = 1 when layer l runs in mode r:
+Layers l of the rank's stages s, modes r; z(l,r) = 1 when layer l runs in mode r. At every moment t that may be its
+peak, the rank holds n(t,s) micro-batches, or sequence chunks, of its stages; u(s) are the bytes of one of them, and
+other(s) those of them that no mode changes:
 
     (R1)  sum over r of z(l,r) = 1                                                              -> _counted()
-    (R2)  fixed + in_flight * sum of act(l,r) z(l,r) + temp <= room, temp >= temp(l,r) z(l,r)     -> _counted()
+    (R2)  fixed + sum over s of n(t,s) u(s) + temp <= room, temp >= temp(l,r) z(l,r),
+          chunks * u(s) >= other(s) + sum over l of s and r of act(l,r) z(l,r)                    -> _counted()
     (R3)  minimise sum of b(l,r) z(l,r)                                                         -> _counted()
+    (R4)  of choices that take the same, the one that leaves more to the lower stages: sum of place(s) r z(l,r), with
+          the places of the stage on the rank and of the mode among the layer's, is least             -> _counted()
 
-Layers that cost the same are counted, not placed: z becomes a whole number of them.
+Layers of a stage that cost the same are counted, not placed: z becomes a whole number of them, and CP-SAT chooses.
+
+    (R5)  where only one kind of layer has a choice, every mode keeps less than the one before it, and no moment holds
+          less of a stage than of a higher one, no way to place numbers of layers in every mode keeps less than most
+          recomputation in the lowest stages, which is also that of (R4) (rearrangement inequality): so all numbers are
+          looked at                                                                               -> _of_one_kind()
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
+import numpy as np
 from ortools.sat.python import cp_model
 
-from planner.search.segments import LayerModes
+from planner.search.segments import LayerModes, compositions
 from planner.spec.profile import RecomputeMode
 
-_Kind = tuple[tuple[int, int, int], ...]
-"""What a layer may take: (activation bytes, backward ticks, temporary bytes) of every mode."""
+Kind = tuple[tuple[int, int, int], ...]
+"""What a layer may take: (activation bytes, backward ticks, temporary bytes) of every mode, from least recomputation to
+most."""
+_Counts = tuple[tuple[tuple[int, ...], ...], ...]
+"""Layers in every mode, by stage and kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What the layers of one pipeline rank may take, and the room that they have."""
+
+    stages: tuple[tuple[Kind, ...], ...]
+    """Choices of every layer, by stage."""
+    moments: tuple[tuple[int, ...], ...]
+    """Units in flight of every stage, whenever the rank may hold most (`planner.schedule.in_flight`)."""
+    room_bytes: int
+    """For units in flight and the largest temporary."""
+    other_bytes: tuple[int, ...]
+    """Of a micro-batch of every stage, besides what its layers save."""
+    chunks: int = 1
+    """Of a sequence; each unit is one."""
 
 
 def cheapest_modes(
     layers: dict[int, LayerModes], in_flight: int, room_bytes: int
 ) -> tuple[int, tuple[tuple[int, RecomputeMode], ...]] | None:
-    """Backward ticks and the mode of every layer; None when no choice fits.
+    """Backward ticks and the mode of every layer of a stage; None when no choice fits.
 
     Args:
         layers: choices by layer index, in order.
         in_flight: micro-batches whose activations are held at once.
         room_bytes: for activations and temporaries.
     """
-    kinds = {layer: _kind(options) for layer, options in layers.items()}
-    found = _counted(tuple(Counter(kinds.values()).items()), in_flight, room_bytes)
+    kinds = tuple(map(kind_of, layers.values()))
+    found = fewest_ticks(Held((kinds,), ((in_flight,),), room_bytes, other_bytes=(0,)))
     if found is None:
         return None
-    ticks, amounts = found
-    left = dict(zip(dict.fromkeys(kinds.values()), map(list, amounts), strict=True))
+    ticks, (chosen,) = found
+    return ticks, tuple((layer, layers[layer][index].mode) for layer, index in zip(layers, chosen, strict=True))
+
+
+def kind_of(options: LayerModes) -> Kind:
+    """What a layer's choices take."""
+    return tuple((cost.activation_bytes, cost.backward_ticks, cost.temporary_bytes) for cost in options)
+
+
+def fewest_ticks(held: Held) -> tuple[int, tuple[tuple[int, ...], ...]] | None:
+    """Backward ticks of a micro-batch, and which of its choices every layer takes, by stage: equations (R1) to (R4);
+    None when none fits. Of the layers of a stage that cost the same, the first recompute most."""
+    counted = tuple(tuple(Counter(kinds).items()) for kinds in held.stages)
+    choosers = {kind for kinds in held.stages for kind in kinds if len(kind) > 1}
+    if _is_sorted(held, choosers):
+        found = _of_one_kind(held, *choosers)
+    else:
+        found = _counted(counted, held.moments, held.room_bytes, held.other_bytes, held.chunks)
+    if found is None:
+        return None
+    ticks, counts = found
+    return ticks, tuple(_placed(kinds, amounts) for kinds, amounts in zip(held.stages, counts, strict=True))
+
+
+def _is_sorted(held: Held, choosers: Collection[Kind]) -> bool:
+    """Does (R5) hold?"""
+    falls = all(before >= behind for moment in held.moments for before, behind in pairwise(moment))
+    leaner = all(before[0] >= behind[0] for kind in choosers for before, behind in pairwise(kind))
+    return len(choosers) == 1 and held.chunks == 1 and falls and leaner
+
+
+def _of_one_kind(held: Held, chooser: Kind) -> tuple[int, _Counts] | None:
+    """As `_counted`, by equation (R5)."""
+    amounts = [kinds.count(chooser) for kinds in held.stages]
+    others = [[kind[0] for kind in kinds if kind != chooser] for kinds in held.stages]
+    counts = compositions(sum(amounts), len(chooser))
+    # The layers in a mode follow those that recompute more: [way, mode], with the last mode first.
+    stops = counts[:, ::-1].cumsum(axis=1)[:, ::-1]
+    starts = stops - counts
+    activation, backward, temporary = np.array(chooser, dtype=np.int64).T
+    places = np.repeat(np.arange(len(amounts)), amounts)
+    fixed = [own + sum(mode[0] for mode in each) for own, each in zip(held.other_bytes, others, strict=True)]
+    moments = np.array(held.moments, dtype=np.int64)
+    before = np.cumsum(np.pad(moments[:, places], ((0, 0), (1, 0))), axis=1)
+    kept = ((before[:, stops] - before[:, starts]) @ activation).T + moments @ np.array(fixed, dtype=np.int64)
+    largest = np.where(counts > 0, temporary, 0).max(axis=1)
+    largest = np.maximum(largest, max((mode[2] for each in others for mode in each), default=0))
+    fitting = np.flatnonzero(kept.max(axis=1) + largest <= held.room_bytes)
+    if not len(fitting):
+        return None
+    ticks = counts[fitting] @ backward
+    least = fitting[ticks == ticks.min()]
+    heights = np.cumsum(np.pad(places, (1, 0)))
+    lower = (heights[stops[least]] - heights[starts[least]]) @ np.arange(len(chooser))
+    way = least[lower.argmin()]
+    modes = np.repeat(np.arange(len(chooser))[::-1], counts[way][::-1])
+    every = [np.bincount(modes[places == stage], minlength=len(chooser)) for stage in range(len(amounts))]
+    rest = sum(mode[1] for each in others for mode in each)
+    return int(ticks.min()) + rest, tuple(
+        tuple(tuple(of_stage.tolist()) if kind == chooser else (kinds.count(kind),) for kind in dict.fromkeys(kinds))
+        for kinds, of_stage in zip(held.stages, every, strict=True)
+    )
+
+
+def _placed(kinds: Sequence[Kind], amounts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The choice of every layer of a stage, most recomputation first."""
+    left = dict(zip(dict.fromkeys(kinds), map(list, amounts), strict=True))
     chosen = []
-    for layer, kind in kinds.items():  # most recomputation first
+    for kind in kinds:
         index = max(index for index, amount in enumerate(left[kind]) if amount)
         left[kind][index] -= 1
-        chosen.append((layer, layers[layer][index].mode))
-    return ticks, tuple(chosen)
-
-
-def _kind(options: LayerModes) -> _Kind:
-    return tuple((cost.activation_bytes, cost.backward_ticks, cost.temporary_bytes) for cost in options)
+        chosen.append(index)
+    return tuple(chosen)
 
 
 @lru_cache(maxsize=16384)
 def _counted(
-    kinds: tuple[tuple[_Kind, int], ...], in_flight: int, room_bytes: int
-) -> tuple[int, tuple[tuple[int, ...], ...]] | None:
-    """Backward ticks, and of every kind how many layers run in each mode; None when no choice fits.
+    stages: tuple[tuple[tuple[Kind, int], ...], ...],
+    moments: tuple[tuple[int, ...], ...],
+    room_bytes: int,
+    other_bytes: tuple[int, ...],
+    chunks: int,
+) -> tuple[int, _Counts] | None:
+    """Backward ticks, and of every stage and kind how many layers run in each mode; None when no choice fits.
 
     Kept: a search asks for the same stage again and again.
     """
     model = cp_model.CpModel()
-    temporary = model.new_int_var(0, max(mode[2] for kind, _ in kinds for mode in kind), "temporary")
-    counts: list[list[cp_model.IntVar]] = []
+    modes = [mode for kinds in stages for kind, _ in kinds for mode in kind]
+    temporary = model.new_int_var(0, max(mode[2] for mode in modes), "temporary")
+    counts: list[list[list[cp_model.IntVar]]] = []
     ticks: list[cp_model.LinearExprT] = []
-    held: list[cp_model.LinearExprT] = [temporary]
-    for kind, amount in kinds:
-        counts.append([model.new_int_var(0, amount, "") for _ in kind])
-        model.add(sum(counts[-1]) == amount)
-        for (activation_bytes, backward_ticks, temporary_bytes), count in zip(kind, counts[-1], strict=True):
-            is_used = model.new_bool_var("")
-            model.add(count <= amount * is_used)
-            model.add(temporary >= temporary_bytes * is_used)
-            ticks.append(backward_ticks * count)
-            held.append(in_flight * activation_bytes * count)
-    model.add(sum(held) <= room_bytes)
-    model.minimize(sum(ticks))
+    lower: list[cp_model.LinearExprT] = []
+    units: list[cp_model.LinearExprT] = []
+    for place, kinds in enumerate(stages):
+        saved: list[cp_model.LinearExprT] = [other_bytes[place]]
+        counts.append([])
+        for kind, amount in kinds:
+            counts[-1].append([model.new_int_var(0, amount, "") for _ in kind])
+            model.add(sum(counts[-1][-1]) == amount)
+            for index, (mode, count) in enumerate(zip(kind, counts[-1][-1], strict=True)):
+                is_used = model.new_bool_var("")
+                model.add(count <= amount * is_used)
+                model.add(temporary >= mode[2] * is_used)
+                saved.append(mode[0] * count)
+                ticks.append(mode[1] * count)
+                lower.append(place * index * count)
+        units.append(sum(saved) if chunks == 1 else _rounded_up(model, sum(saved), chunks, room_bytes))
+    for held in moments:
+        model.add(temporary + sum(number * unit for number, unit in zip(held, units, strict=True)) <= room_bytes)
+    weight = 1 + sum(place * len(kind) * amount for place, kinds in enumerate(stages) for kind, amount in kinds)
+    model.minimize(weight * sum(ticks) + sum(lower))
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 0
     solver.parameters.catch_sigint_signal = False  # Ctrl-C is the caller's
     if solver.solve(model) != cp_model.OPTIMAL:
         return None
-    return round(solver.objective_value), tuple(tuple(int(solver.value(one)) for one in each) for each in counts)
+    found = tuple(tuple(tuple(int(solver.value(one)) for one in each) for each in stage) for stage in counts)
+    return round(solver.objective_value) // weight, found
+
+
+def _rounded_up(model: cp_model.CpModel, saved: cp_model.LinearExprT, chunks: int, most: int) -> cp_model.IntVar:
+    """A chunk's share of so many bytes."""
+    unit = model.new_int_var(0, max(0, most), "")
+    model.add(chunks * unit >= saved)
+    return unit

@@ -23,9 +23,9 @@ from collections.abc import Iterable, Iterator
 from planner.cost import schedule_of
 from planner.search.inside import NO_LIMIT, first_plan
 from planner.search.result import Candidate, Limits, degrees_of
-from planner.search.solve import dealt_candidate, take_up
+from planner.search.solve import dealt_candidate, per_layer_candidate, take_up
 from planner.search.space import Family
-from planner.search.state import Alike, Dealt, Group, Open, Searched, State
+from planner.search.state import Alike, Dealt, DealtPerLayer, Group, Open, Searched, State
 from planner.search.synthesized import Unordered, synthesized
 
 _TAKEN_UP = 1000
@@ -103,7 +103,14 @@ def _push_all(heap: list[Open], parts: Iterable[Open]) -> None:
 
 def _is_ready(one: Open) -> bool:
     """A single layout that needs no further bound."""
-    return isinstance(one.item, Dealt) or (isinstance(one.item, Searched | Unordered) and one.item.is_tight)
+    match one.item:
+        case Dealt():
+            return True
+        case DealtPerLayer(sizes=sizes):
+            return bool(sizes)
+        case Searched(is_tight=is_tight) | Unordered(is_tight=is_tight):
+            return is_tight
+    return False
 
 
 def _candidate(one: Open, limits: Limits) -> Candidate | None:
@@ -111,6 +118,8 @@ def _candidate(one: Open, limits: Limits) -> Candidate | None:
     match one.item:
         case Dealt() as dealt:
             return dealt_candidate(dealt)
+        case DealtPerLayer() as dealt:
+            return per_layer_candidate(dealt)
         case Unordered() as unordered:
             return synthesized(unordered, limit_ticks=NO_LIMIT, each=_SYNTHESIS_WORK).candidate
         case Searched(costs=costs, modes=modes):
@@ -120,7 +129,10 @@ def _candidate(one: Open, limits: Limits) -> Candidate | None:
 
 
 def _is_the_plan(one: Open, best: Candidate) -> bool:
-    return isinstance(one.item, Searched | Dealt | Unordered) and one.item.costs.layout == best.costs.layout
+    return (
+        isinstance(one.item, Searched | Dealt | DealtPerLayer | Unordered)
+        and one.item.costs.layout == best.costs.layout
+    )
 
 
 def _degrees(one: Open) -> tuple[int, ...]:
@@ -129,5 +141,5 @@ def _degrees(one: Open) -> tuple[int, ...]:
             return family.degrees
         case Group() | Alike() as several:
             return several.family.degrees
-        case Searched(costs=costs) | Dealt(costs=costs) | Unordered(costs=costs):
+        case Searched(costs=costs) | Dealt(costs=costs) | DealtPerLayer(costs=costs) | Unordered(costs=costs):
             return degrees_of(costs.layout)

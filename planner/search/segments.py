@@ -417,7 +417,7 @@ def _mixes(allowed: tuple[tuple[int, int], ...], amounts: tuple[int, ...]) -> _M
 @lru_cache(maxsize=16384)
 def _mix(allowed: tuple[tuple[int, int], ...], amount: int) -> _Mix:
     """So many layers, each in one of the allowed modes; kept, since most layouts of a family ask for the same."""
-    counts = _compositions(amount, len(allowed))
+    counts = compositions(amount, len(allowed))
     kept, ticks = (counts @ np.array(values, dtype=np.int64) for values in zip(*allowed, strict=True))
     order = np.lexsort((ticks, kept))
     ticks = ticks[order]
@@ -427,14 +427,14 @@ def _mix(allowed: tuple[tuple[int, int], ...], amount: int) -> _Mix:
 
 
 @cache
-def _compositions(total: int, parts: int) -> Table:
+def compositions(total: int, parts: int) -> Table:
     """All ways to write a whole number as a sum of so many, [way, part]."""
     if parts == 1:
         return np.array([[total]], dtype=np.int64)
     rows = [
         np.column_stack([np.full(len(rest), first, dtype=np.int64), rest])
         for first in range(total + 1)
-        for rest in (_compositions(total - first, parts - 1),)
+        for rest in (compositions(total - first, parts - 1),)
     ]
     return np.concatenate(rows)
 

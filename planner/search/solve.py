@@ -29,7 +29,16 @@ from dataclasses import replace
 
 from planner.cost import LayoutCosts, Workload, choose, evaluate, layout_costs, schedule_of, stage_memory
 from planner.search.bounds import Totals, any_order_bound, lower_bound, may_fit, warm_ups
-from planner.search.dealt import Uniform, layout_schedule, stage_ranks, traits_of
+from planner.search.dealt import (
+    Uniform,
+    layout_held,
+    layout_schedule,
+    layout_traits,
+    ranks_of,
+    stage_ranks,
+    traits_of,
+)
+from planner.search.dealt_recompute import PerLayer, fewest_modes
 from planner.search.inside import NO_LIMIT, Inside, LayoutSearch, Outcome, first_plan, limits_of
 from planner.search.least_work import LeastWork, by_layer
 from planner.search.loads import portions, priced_bound
@@ -38,7 +47,7 @@ from planner.search.result import Callbacks, Candidate
 from planner.search.segments import LayerModes, allowed_modes, choices, uniform_modes
 from planner.search.sharding import worth_opening
 from planner.search.space import Family, Space, Zero
-from planner.search.state import Alike, Dealt, Group, Open, Searched, State
+from planner.search.state import Alike, Dealt, DealtPerLayer, Group, Open, Searched, State
 from planner.search.synthesized import Unordered, first_bound, least_ticks, synthesized
 from planner.spec.layout import Layout, RecomputeWord, ZeroStage
 from planner.spec.plan import Options
@@ -131,6 +140,8 @@ def take_up(state: State, one: Open) -> Iterator[Open]:
             yield from _searched(state, one, layout)
         case Dealt() as layout:
             _dealt(state, one, layout)
+        case DealtPerLayer() as layout:
+            yield from _dealt_per_layer(state, one, layout)
         case Unordered() as layout:
             yield from _unordered(state, one, layout)
 
@@ -177,22 +188,28 @@ def _orders(state: State, one: Open, group: Group) -> Iterator[Open]:
                 bound = max(bound, priced_bound(costs, modes, state.limit_ticks))
             yield Open(bound, (*one.order, place), Searched(costs, modes))
     for place, (mode, orders) in enumerate(alike.items(), start=len(group.family.orders)):
-        modes = uniform_modes(group.costs, mode)
-        totals = Totals.of(group.costs, modes)
-        if may_fit(group.costs, totals, (1,) * group.family.pipeline):
-            bound = max(one.bound_ticks, any_order_bound(group.costs, totals))
-            yield Open(bound, (*one.order, place), Alike(group, Uniform.of(group.costs, modes), tuple(orders)))
+        is_free = mode == "per-layer"
+        modes = allowed_modes(group.costs, state.wish) if is_free else uniform_modes(group.costs, mode)
+        totals, units = Totals.of(group.costs, modes), (1,) * group.family.pipeline
+        if may_fit(group.costs, totals, units):
+            bound = max(one.bound_ticks, any_order_bound(group.costs, totals, units if is_free else None))
+            words = [word for word in alike if word != "per-layer"]
+            layers = PerLayer.of(group.costs, modes, words) if is_free else Uniform.of(group.costs, modes)
+            yield Open(bound, (*one.order, place), Alike(group, layers, tuple(orders)))
 
 
 def _alike(one: Open, alike: Alike) -> Iterator[Open]:
     """Every order that may fit, dealt."""
     for place, order in enumerate(alike.orders):
         layers, numbers = alike.layers, alike.numbers(order)
-        if order.schedule == SYNTHESIZED:
+        if order.schedule == SYNTHESIZED and isinstance(layers, Uniform):
             unordered = Unordered(alike.group.costs_of(order), layers)
             least = first_bound(unordered)
             if least is not None:
                 yield Open(max(one.bound_ticks, least), (*one.order, place), unordered)
+            continue
+        if isinstance(layers, PerLayer):
+            yield Open(one.bound_ticks, (*one.order, place), DealtPerLayer(alike.group.costs_of(order), layers))
             continue
         ranks, traits = stage_ranks(*numbers), traits_of(*numbers)
         sizes = layers.dealt(ranks)
@@ -249,6 +266,23 @@ def _dealt(state: State, one: Open, layout: Dealt) -> None:
         state.take(found)
 
 
+def _dealt_per_layer(state: State, one: Open, layout: DealtPerLayer) -> Iterator[Open]:
+    """Deal the layers of a layout and bound it by what every rank recomputes, or solve it."""
+    costs, layers = layout.costs, layout.layers
+    if not layout.sizes:
+        ranks, traits = ranks_of(costs), layout_traits(costs)
+        sizes = layers.dealt(ranks)
+        least = layers.least_ticks(sizes, ranks, traits, layout_held(costs))
+        if least is not None:
+            yield Open(max(one.bound_ticks, least), one.order, replace(layout, sizes=sizes))
+        return
+    state.solved += 1
+    found = per_layer_candidate(layout)
+    if found is not None:
+        state.bounds[one.order] = replace(one, bound_ticks=found.ticks)
+        state.take(found)
+
+
 def _only_lengthens(costs: LayoutCosts) -> bool:
     """Offloading makes no step faster: equation (F7)."""
     framework = costs.work.framework
@@ -283,6 +317,18 @@ def dealt_candidate(layout: Dealt) -> Candidate | None:
     stages = choose(costs, stage_map)
     if not all(row.fits for row in stage_memory(costs, stages, schedule)):
         return None
+    return Candidate(costs, schedule, stage_map, evaluate(costs, schedule, stages))
+
+
+def per_layer_candidate(layout: DealtPerLayer) -> Candidate | None:
+    """The only plan of a layout whose stages and recomputation follow from rules; None when it does not fit, or when
+    all layers recompute alike in their fastest modes: that is another layout."""
+    costs, schedule = layout.costs, layout_schedule(layout.costs)
+    stage_map = fewest_modes(costs, layout.layers, layout.sizes, schedule)
+    if stage_map is None or layout.layers.is_twin(stage_map):
+        return None
+    stages = choose(costs, stage_map)
+    assert all(row.fits for row in stage_memory(costs, stages, schedule)), "the rule counts as the memory model does"
     return Candidate(costs, schedule, stage_map, evaluate(costs, schedule, stages))
 
 

@@ -39,8 +39,8 @@ from planner.search.orders import (
     constraint_text,
     orders_of,
     recompute_wish,
+    recompute_words,
     schedules_of,
-    uniform_modes,
 )
 from planner.search.standing import Degrees, Speeds, Standing, standings_of
 from planner.search.whole_sequences import check_asked_pieces
@@ -212,7 +212,7 @@ def _families(work: Workload, constraints: dict[str, Constraint], offloading: Of
         for count in range(1, MOST_VIRTUAL_STAGES + 1)
         if allows(constraints.get("virtual_stages_per_rank"), count)
     )
-    modes = {split: uniform_modes(rows, wish) for split, rows in work.sizes.items()}
+    words = {split: recompute_words(rows, wish) for split, rows in work.sizes.items()}
     cuts = {split: (1, *chunks_of(work, split, constraints, schedules)) for split in work.sizes}
     shares_shards = {split: _shares_shards(work, rows) for split, rows in work.sizes.items()}
     for split in work.sizes:
@@ -230,7 +230,7 @@ def _families(work: Workload, constraints: dict[str, Constraint], offloading: Of
                     continue
                 alone = whole or degrees[0] * context == 1 or (pipeline > 1 and shares_shards[split])
                 for chunks in cuts[split] if standing.are_alike else (1,):
-                    orders = orders_of(work, pipeline, standing, chunks, schedules, virtual, modes[split])
+                    orders = orders_of(work, pipeline, standing, chunks, schedules, virtual, words[split])
                     if offloading.activations:
                         orders = orders_offloading(orders, work.sizes[split], wish) if chunks == 1 else ()
                     family = Family(

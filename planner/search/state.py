@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from planner.cost import TICK_SECONDS, LayoutCosts, Workload
 from planner.search.dealt import Uniform
+from planner.search.dealt_recompute import PerLayer
 from planner.search.inside import NO_LIMIT
 from planner.search.orders import Order, recompute_wish
 from planner.search.result import Callbacks, Candidate, Progress
@@ -42,10 +43,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Alike:
-    """Those of a group whose stage map is dealt and whose layers all recompute alike."""
+    """Those of a group whose stage map is dealt and whose layers recompute by one rule: all alike, or per layer."""
 
     group: Group
-    layers: Uniform
+    layers: Uniform | PerLayer
     orders: tuple[Order, ...]
 
     @property
@@ -83,6 +84,16 @@ class Dealt:
     """Layers of every stage."""
 
 
+@dataclass(frozen=True, slots=True)
+class DealtPerLayer:
+    """A layout whose stage map is dealt by a rule, and which layers recompute, too."""
+
+    costs: LayoutCosts
+    layers: PerLayer
+    sizes: tuple[int, ...] = ()
+    """Layers of every stage; empty: not dealt yet."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Open:
     """What is bounded but not solved; least bound first."""
@@ -90,7 +101,7 @@ class Open:
     bound_ticks: int
     order: tuple[int, ...]
     """Place in the enumeration of the space."""
-    item: Family | Group | Alike | Searched | Dealt | Unordered = field(compare=False)
+    item: Family | Group | Alike | Searched | Dealt | DealtPerLayer | Unordered = field(compare=False)
 
     @property
     def count(self) -> int:

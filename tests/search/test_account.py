@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.errors import LayoutError, UnsupportedError
+from planner.errors import LayoutError
 from planner.search import Account, RankAccount, account, predict
 from planner.search.account import EQUATIONS
 from planner.spec import Forecast
@@ -85,5 +85,4 @@ def test_several_stages_per_rank() -> None:
     assert again == forecast
     with pytest.raises(LayoutError, match=r"virtual_stages_per_rank\(2\) and the model 4 layers"):
         explained(**interleaved, layers_per_stage=(2, 2))
-    with pytest.raises(UnsupportedError, match="one stage per rank"):
-        explained(**interleaved, recompute="per-layer")
+    assert explained(**interleaved, recompute="per-layer")[0].prediction == forecast.prediction

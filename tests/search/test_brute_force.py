@@ -22,10 +22,11 @@ from tests.strategies import Instance, instances
 def tight_instances(draw: st.DrawFn) -> tuple[Instance, list[Priced]]:
     """A request whose devices hold exactly what some stage map needs, or a byte less; and all its stage maps."""
     instance = draw(instances())
-    priced = price_all(instance.profile, instance.cluster, instance.job)
+    priced = price_all(instance.profile, instance.cluster, instance.job, ruled=False)
     peaks = sorted({one.peak for one in priced}) or [1000]
     memory = peaks[draw(st.integers(0, len(peaks) - 1))] - draw(st.sampled_from((0, 0, 0, 1)))
-    return with_memory(instance, max(1, memory)), priced
+    tight = with_memory(instance, max(1, memory))
+    return tight, priced + price_all(tight.profile, tight.cluster, tight.job, ruled=True)
 
 
 def with_memory(instance: Instance, memory_bytes: int) -> Instance:

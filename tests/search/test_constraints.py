@@ -46,10 +46,10 @@ def permits(constraint: Any, value: int) -> bool:
 
 
 def ask(instance: Instance, **wishes: Any) -> tuple[Plan | Infeasible, list[Priced]]:
-    """The answer under constraints, and all stage maps without them."""
+    """The answer under constraints, and all stage maps without them, but for the modes that rules choose among."""
     step = instance.job.model_copy(update={"constraints": wishes})
     found = plan(request(instance.profile, instance.cluster, step, top=0), instance.profile)
-    return found, price_all(instance.profile, instance.cluster, instance.job)
+    return found, price_all(instance.profile, instance.cluster, step)
 
 
 def expect_best(found: Plan | Infeasible, allowed: list[Priced], instance: Instance) -> None:

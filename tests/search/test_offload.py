@@ -51,12 +51,13 @@ def hosted_instances(draw: st.DrawFn) -> tuple[Instance, list[Priced]]:
     """A request whose devices and hosts hold exactly what some stage maps need, or a byte less; and all stage maps."""
     plain, bandwidth = draw(instances(most_layers=4)), draw(st.sampled_from(_BANDWIDTHS))
     roomy = with_host(plain, bandwidth, _PLENTY, _PLENTY)
-    priced = price_all(roomy.profile, roomy.cluster, roomy.job)
+    priced = price_all(roomy.profile, roomy.cluster, roomy.job, ruled=False)
     peaks = sorted({one.peak for one in priced}) or [1000]
     memory = peaks[draw(st.integers(0, len(peaks) // 2))] - draw(st.sampled_from((0, 0, 0, 1)))
     hosts = sorted({max(one.hosts) for one in priced if one.peak <= memory}) or [1000]
     host = hosts[draw(st.integers(0, len(hosts) - 1))] - draw(st.sampled_from((0, 0, 1)))
-    return with_host(plain, bandwidth, max(1, memory), max(1, host)), priced
+    tight = with_host(plain, bandwidth, max(1, memory), max(1, host))
+    return tight, priced + price_all(tight.profile, tight.cluster, tight.job, ruled=True)
 
 
 @settings(max_examples=30)
