@@ -144,7 +144,8 @@ class Kernels:
 
 
 def _largest_value(numbers: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(numbers, torch.inf)
+    found: Tensor = torch.linalg.vector_norm(numbers, torch.inf)
+    return found
 
 
 def _scaled(numbers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

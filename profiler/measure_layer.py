@@ -300,7 +300,7 @@ class Bench:
         if self.device.type != "cpu" or self.source.cut().needs_values:
             return 0, 0
         here = workload if degree == 1 else self.workload(index, size, self._local_shard(index, degree))
-        meta = Bench(self.source, torch.device("meta"), self.dtype, self._borders)
+        meta = Bench(self.source, torch.device("meta"), self.dtype, _borders=self._borders)
         layer = meta._local_shard(index, degree)
         with FusedAttention(), meta_friendly() if hasattr(layer.stage, "config") else nullcontext():
             fused = meta.workload(index, size, layer)

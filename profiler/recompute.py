@@ -93,14 +93,14 @@ def recomputing(parts: Iterable[tuple[nn.Module, Observer]], mode: RecomputeMode
 
 def own_forward(module: nn.Module) -> Any:
     """The forward that was set on this module and not on its class, without the recomputation around it; None: none."""
-    forward = vars(module).get("forward")
+    forward: Any = vars(module).get("forward")
     inner = forward.args[0] if _recomputes(forward) else forward
     return None if getattr(inner, "__self__", None) is module else inner
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     """Give a module another forward, in place; it goes on recomputing as it did."""
-    old = vars(module).get("forward")
+    old: Any = vars(module).get("forward")
     module.forward = partial(_run, forward, *old.args[1:]) if _recomputes(old) else forward
 
 

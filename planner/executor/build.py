@@ -159,10 +159,7 @@ def build_rank(
     for stage in stages.values():
         cast_rest(stage, COMPUTE_DTYPE[plan.request.job.precision], buffers=source.config is None)
     tie(list(stages.values()), cut.shared_parameters)
-    float8 = _float8_modules(plan, source, stages.values())
     partial = _shard(plan, {mine[index]: stage for index, stage in stages.items()}, source, mesh)
-    for stage in stages.values():
-        run_in_float8(stage, float8)
     module = merge(list(stages.values()))
     job = plan.request.job
     layers_held = _layers_held(cut, mine, stages)
@@ -223,14 +220,6 @@ def _fill_stage(
     )
 
 
-def _float8_modules(plan: Plan, source: ModelSource, stages: Iterable[nn.Module]) -> frozenset[str]:
-    """Modules whose products run in fp8, of stages that are not split yet; none in other precisions."""
-    if plan.request.job.precision != "fp8":
-        return frozenset()
-    degree = plan.layout.tensor_parallel_degree
-    return frozenset(name for stage in stages for name in float8_modules(stage, source, degree))
-
-
 def _reducer(stages: Mapping[int, nn.Module], mesh: Mesh) -> Reducer | None:
     """Adds gradients up over replicas; None without any. Experts are the same on fewer ranks than all else."""
     if mesh.data_group.size() == 1:
@@ -247,11 +236,12 @@ def _reducer(stages: Mapping[int, nn.Module], mesh: Mesh) -> Reducer | None:
 def _shard(
     plan: Plan, stages: dict[StageRange, nn.Module], source: ModelSource, mesh: Mesh
 ) -> tuple[nn.Parameter, ...]:
-    """Shard the stages over the tensor- and expert-parallel groups; returns parameters whose gradients are partial sums
-    over the tensor-parallel one."""
+    """Shard the stages over the tensor- and expert-parallel groups, and let what is left multiply in fp8 where the job
+    says so; returns parameters whose gradients are partial sums over the tensor-parallel group."""
     whole = tied_modules(stages.values())
     partial: list[nn.Parameter] = []
     for layers, stage in stages.items():
+        in_float8 = float8_modules(stage, source, mesh.grid.tensor) if plan.request.job.precision == "fp8" else ()
         styles = tensor_styles(stage, source, mesh.grid.tensor)
         sequence = sequence_plan(stage, source, styles) if plan.layout.sequence_parallel else None
         partial += shard_tensors(stage, styles, mesh, whole=whole, sequence=sequence)
@@ -260,6 +250,7 @@ def _shard(
         else:
             share_sequence(stage, source, range(layers.start, layers.stop), sequence, mesh.tensor_mesh)
         share_experts(stage, source, mesh)
+        run_in_float8(stage, in_float8)
     tie(list(stages.values()), source.cut().shared_parameters)  # again: each stage has made shards of its own
     return tuple(partial)
 

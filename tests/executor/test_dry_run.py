@@ -27,7 +27,7 @@ def _plan(source: ModelSource, *sizes: int, **options: Any) -> Plan:
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adam", "adafactor", "muon", "adam-8bit"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed", "fp8"])
 def test_a_dry_rank_holds_what_a_real_one_holds(optimizer: str, precision: str, tmp_path: Path) -> None:
     """Parameters, gradients and optimizer states of one rank, to the byte, counters included."""
     source = source_of("gpt2", tmp_path)

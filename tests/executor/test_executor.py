@@ -64,7 +64,9 @@ def test_same_seed_same_numbers(gpt2: ModelSource) -> None:
     assert losses[0] == losses[1] != losses[2]
 
 
-@pytest.mark.parametrize(("precision", "resolution"), [("fp16-mixed", 0.005), ("bf16-mixed", 0.02), ("bf16", 0.02)])
+@pytest.mark.parametrize(
+    ("precision", "resolution"), [("fp16-mixed", 0.005), ("bf16-mixed", 0.02), ("bf16", 0.02), ("fp8", 0.02)]
+)
 def test_half_precision_follows_fp32_within_its_resolution(
     gpt2: ModelSource, precision: Precision, resolution: float
 ) -> None:
@@ -81,6 +83,16 @@ def test_half_precision_follows_fp32_within_its_resolution(
     assert rank.parameters_bytes == expected.parameter_bytes * rank.parameters
     assert rank.gradients_bytes == expected.gradient_bytes * rank.parameters
     assert rank.optimizer_bytes == pytest.approx(expected.optimizer_bytes(ParameterCount(rank.parameters)), rel=0.01)
+
+
+def test_fp8_rounds_more_than_bf16_and_says_where_it_is_emulated(tmp_path: Path) -> None:
+    """The losses of one process in fp8 are not those in bf16; a run whose device has no fp8 tells so."""
+    source = source_of("llama", tmp_path)
+    plans = [_plan(source, precision=precision, micro_batches=2) for precision in ("fp8", "bf16-mixed")]
+    losses = [train_reference(plan, source, steps=1, seed=5).losses[0] for plan in plans]
+    assert 1e-3 < abs(losses[0] - losses[1]) < 1e-2
+    said = [Executor(plan, source, device="cpu").train(1).warnings for plan in plans]
+    assert said == [("cpu multiplies nothing in fp8: the same numbers were multiplied in fp32, at no gain.",), ()]
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])

@@ -10,6 +10,7 @@ from planner.errors import LayoutError, UnsupportedError
 from planner.executor.support import check_plan, check_started, check_world, grid_of, schedule_of
 from planner.schedule import Requirement, build, names, requirements
 from planner.spec import Plan
+from profiler import low_bit
 from tests.executor.plans import make_plan
 
 LAYERS = ("a", "b", "c", "d")
@@ -194,6 +195,17 @@ def test_optimizers_of_whole_matrices_take_no_shards(optimizer: str) -> None:
     with pytest.raises(UnsupportedError) as caught:
         check_plan(make_plan(LAYERS, tensor=2, optimizer=optimizer))
     assert caught.value.problems[0].field == "layout.tensor_parallel_degree"
+
+
+@pytest.mark.parametrize("wish", [{"precision": "fp8"}, {"optimizer": "adam-8bit"}])
+def test_what_takes_torchao_is_refused_without_it(wish: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any process starts, with what to install."""
+    plan = make_plan(LAYERS, **wish)
+    assert check_plan(plan)
+    monkeypatch.setattr(low_bit, "find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match=r"pip install 'planner\[low-bit\]'") as caught:
+        check_plan(plan)
+    assert caught.value.problems[0].field == f"request.job.{next(iter(wish))}"
 
 
 def test_placement_with_a_hole_is_refused() -> None:

@@ -298,3 +298,22 @@ def test_skip_connections_are_measured() -> None:
     rows = [row for layer in measured.layers for row in layer.measurements]
     assert {row.source for row in rows} == {"measured"}
     assert len(measured.edges) == 3
+
+
+def test_a_profile_measured_in_fp8_says_so(
+    gpt2: ModelSource, tmp_path: Path, timed: list[LayerWorkload | OptimizerWorkload]
+) -> None:
+    """Its layers multiply in fp8 and keep what is counted; that this device has no such products is told; and seconds
+    in bf16 of the same journal are not taken for its own."""
+    sizes: dict[str, Any] = {"sequence_lengths": (8,), "micro_batch_sizes": (1,), "journal": tmp_path / "journal.jsonl"}
+    plain = profile(gpt2, **sizes, dtype="bf16")
+    runs = len(timed)
+    found = profile(gpt2, **sizes, dtype="bf16", precision="fp8")
+    assert (plain.precision, found.precision) == (None, "fp8")
+    assert "multiplies nothing in fp8" in found.environment["fp8"]
+    assert "fp8" not in plain.environment
+    assert len(timed) == 2 * runs
+    block = timed[runs + 2].layer.stage.transformer.h[0]  # behind the embedding and its optimizer
+    assert all("forward" in vars(each) for each in (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc))
+    kept = [[row.activation_bytes for each in one.layers for row in each.measurements] for one in (plain, found)]
+    assert kept[0] == kept[1]

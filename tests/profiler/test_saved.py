@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +99,17 @@ def _real_inputs(source: ModelSource, index: int) -> tuple[Tensor, ...]:
     )
 
 
-def _kept_bytes(source: ModelSource, index: int, mode: RecomputeMode) -> int:
-    """What lives between forward and backward of one real layer: all storages but parameters, buffers and output."""
+def kept_bytes_of(
+    source: ModelSource, index: int, mode: RecomputeMode, change: Callable[[nn.Module], None] = lambda stage: None
+) -> int:
+    """What lives between forward and backward of one real layer: all storages but parameters, buffers and output.
+
+    Args:
+        change: of the layer, before it runs.
+    """
     torch.manual_seed(0)
     stage = source.cut().layer(source.build(), index, recompute=mode)
+    change(stage)
     inputs = _real_inputs(source, index)
     if hasattr(stage.__dict__.get("forward"), "prepare"):
         stage.__dict__["forward"].prepare(*inputs)
@@ -140,7 +148,7 @@ def test_recomputed_layers_keep_what_is_counted(name: str, mode: RecomputeMode, 
             continue
         attentions = sum(kernel.kind == "attention" for kernel in counted.kernels) if mode == "selective" else 0
         kept = counted.modes[mode].kept_bytes - counted.input_bytes - RANDOM_STATE_BYTES * attentions
-        assert kept == _kept_bytes(source, index, mode), (kind, mode)
+        assert kept == kept_bytes_of(source, index, mode), (kind, mode)
         checked += 1
     assert checked
 

@@ -17,6 +17,7 @@ from tests.torchrun.cases import ONE_STEP, SHORT, Case, run, share_groups
 SHARED: dict[str, Any] = {"tensor": 2, "sequence_parallel": True}
 SGD: dict[str, Any] = {"optimizer": "sgd"}
 STEEP: dict[str, Any] = {"optimizer": "momentum"}
+FLOAT8: dict[str, Any] = {**SGD, "precision": "fp8"}
 FAST: dict[str, Any] = {"steps": 3, "learning_rate": 0.05}
 TWO_RANKS = {
     "tp2-sp": Case("llama", (6,), {**SHARED, **STEEP, "recompute": {1: "selective", 2: "full"}}, clip=0.5, **FAST),
@@ -110,9 +111,25 @@ EXPERTS_ON_FOUR_RANKS |= {
     "gradients-gpt-oss-tp2-sp-ep2": Case("gpt-oss", (4,), {**SHARED, **SGD, "data": 2, "expert": 2}, **ONE_STEP),
 }
 """Experts are spread over the tensor ranks too."""
+FLOAT8_ON_FOUR_RANKS = {
+    "fp8-dp2-tp2-zero3": Case(
+        "llama", (6,), {**FLOAT8, "data": 2, "tensor": 2, "zero": 3, "recompute": {1: "full"}}, **ONE_STEP
+    ),
+}
+FLOAT8_ON_TWO_RANKS = {
+    "fp8-pp2": Case("llama", (3, 3), {**FLOAT8, "schedule": "zb-h1"}, **ONE_STEP),
+    "fp8-tp2": Case("llama", (6,), {**FLOAT8, "tensor": 2}, **ONE_STEP),
+    "fp8-tp2-sp": Case(
+        "llama", (6,), {**FLOAT8, **SHARED, "recompute": {1: "selective", 2: "full"}, "micro_batches": 2}, **ONE_STEP
+    ),
+    # Its row-wise products have biases; and one whose split was derived, its weights standing the other way round.
+    "fp8-tp2-biases": Case("opt", (6,), {**FLOAT8, **SHARED, "micro_batches": 2}, **ONE_STEP),
+    "fp8-tp2-derived": Case("gpt2-still", (6,), {**FLOAT8, "tensor": 2, "micro_batches": 2}, **ONE_STEP),
+}
 TWO_RANKS |= EXPERTS_ON_TWO_RANKS
 FOUR_RANKS |= PIECES_ON_FOUR_RANKS | EXPERTS_ON_FOUR_RANKS
 CASES = {2: TWO_RANKS | derived_cases.TWO_RANKS, 4: FOUR_RANKS | derived_cases.FOUR_RANKS}
+IN_FLOAT8 = {2: FLOAT8_ON_TWO_RANKS, 4: FLOAT8_ON_FOUR_RANKS}
 
 
 def main() -> None:
@@ -121,7 +138,7 @@ def main() -> None:
     replicas.BUCKET_BYTES = 8192  # several buckets even for tiny models
     share_groups()
     dist.init_process_group("gloo")
-    cases = CASES[dist.get_world_size()]
+    cases = CASES[dist.get_world_size()] | IN_FLOAT8[dist.get_world_size()]
     results = {name: run(cases[name]) for name in sys.argv[2:] or cases}
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(results))
