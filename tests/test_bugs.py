@@ -13,11 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from planner.errors import SpecError
 from planner.executor.failure import read_failure, write_failure
+from planner.search import plan
 from planner.spec.profile import RecomputeMode
 from profiler.cut import cut_model
 from profiler.models import load_model
 from profiler.recompute import recompute
+from tests.builders import cluster, job, layer, profile, request
 
 
 def test_first_and_last_layer_of_a_sequential_are_kinds_of_their_own() -> None:
@@ -90,3 +93,10 @@ def test_modules_that_stand_at_several_places(what: str) -> None:
     for before, after in stages:
         torch.testing.assert_close(after(before(inputs)), whole(inputs))
     torch.testing.assert_close(cut.stage(copy.deepcopy(whole), 0, len(cut.layers))(inputs), whole(inputs))
+
+
+def test_seconds_that_no_step_takes_are_told() -> None:
+    """1e300 s of recomputation, a slip in a profile, ended in an OverflowError."""
+    absurd = profile(layer(forward=1e300) * 2)
+    with pytest.raises(SpecError, match="takes 1e\\+300 s"):
+        plan(request(absurd, cluster(2), job(2)), absurd)
