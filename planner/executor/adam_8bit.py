@@ -15,6 +15,7 @@ for either part. On CUDA the update is compiled, as torchao's is; elsewhere it r
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -224,7 +225,8 @@ def _updating(values: torch.Tensor) -> Iterator[tuple[Callable[..., None], int]]
     if not values.is_cuda:
         yield _library().update, CHUNK
         return
-    with torch._dynamo.utils.disable_cache_limit():
+    with torch._dynamo.utils.disable_cache_limit(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "OptimState8bit does not implement", UserWarning)  # a hash, to cache by
         yield _library().compiled, NO_CHUNKS
 
 

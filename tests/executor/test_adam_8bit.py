@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 import torchao.optim
 from hypothesis import given
 from hypothesis import strategies as st
+from torchao.optim.adam import single_param_adam
 from torchao.optim.quant_utils import create_dynamic_map
 
 from planner.errors import UnsupportedError
+from planner.executor import adam_8bit
 from planner.executor.adam_8bit import SCALE, SIGNED, Adam8bit, blocks, dequantize, quantize, runs
 from planner.executor.support import check_plan
 from planner.spec.recipes import QUANTIZED_BLOCK, ParameterCount, recipe
@@ -185,3 +188,34 @@ def test_without_torchao_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(UnsupportedError, match=r"takes torchao.*pip install 'planner\[low-bit\]'") as caught:
         check_plan(make_plan(["a", "b"], optimizer="adam-8bit"))
     assert caught.value.problems[0].field == "request.job.optimizer"
+
+
+def _shard(device: str, steps: int = 3) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Parameter and states of a shard that starts and ends within blocks."""
+    torch.manual_seed(0)
+    piece = torch.nn.Parameter(torch.randn(40_000).to(device))
+    optimizer = Adam8bit([piece], RATE, [77])
+    for step in range(steps):
+        torch.manual_seed(step)
+        piece.grad = torch.randn(40_000).to(device)
+        optimizer.step()
+    return piece.detach(), optimizer.state[piece]
+
+
+def test_the_update_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all whole blocks at once, as CUDA compiles it; torch's tracer alone changes no bit."""
+    traced = torch.compile(single_param_adam, fullgraph=True, dynamic=False, backend="aot_eager")
+    plain, states = _shard("cpu")
+    monkeypatch.setattr(adam_8bit, "_updating", lambda values: nullcontext((traced, adam_8bit.NO_CHUNKS)))
+    other, others = _shard("cpu")
+    assert torch.equal(plain, other)
+    assert all(torch.equal(states[name], others[name]) for name in states)
+
+
+@pytest.mark.gpu
+def test_compiled_it_ends_where_it_does_operation_by_operation() -> None:
+    """But for the order of roundings: few codes lie so near the middle between two numbers that they differ."""
+    (plain, states), (fast, others) = _shard("cpu"), _shard("cuda")
+    assert (plain - fast.cpu()).abs().max() < 1e-2 * RATE
+    for name in SIGNED:
+        assert (states[name] != others[name].cpu()).float().mean() < 1e-3
