@@ -128,11 +128,18 @@ class TransformerCounter:
     dtype: DataType = "bf16"
     heads: int = 1
     """Parts of the output layer, one per pipeline rank (Yeung et al. 2024, vocabulary parallelism)."""
+    is_fp8: bool = False
+    """Linear layers of the blocks run in fp8."""
 
     @property
     def size(self) -> int:
         """Bytes of an activation element."""
         return BYTES_PER_ELEMENT[self.dtype]
+
+    @property
+    def input_size(self) -> int:
+        """Bytes of an element that a linear layer of a block keeps of its input."""
+        return 1 if self.is_fp8 and self.framework.fp8.keeps_inputs else self.size
 
     @property
     def _drops(self) -> bool:
@@ -240,11 +247,12 @@ class TransformerCounter:
         norms = shape.block_parameters - shape.attention_parameters - max(1, shape.experts) * shape.expert_parameters
         return self._row(tally, mode, self._hidden_bytes(), dense // shard.tensor + norms + experts, experts)
 
-    def _norm(self, tally: Tally) -> None:
-        """Reads and writes the hidden tensor, keeps its input and output; unfused ones keep fp32 copies besides."""
+    def _norm(self, tally: Tally, output_size: int) -> None:
+        """Reads and writes the hidden tensor, keeps its input, and its output with so many bytes an element; unfused
+        ones keep fp32 copies besides."""
         elements = self.shard.split_tokens * self.shape.hidden
-        tally.saved_bytes += 2 * self.size * elements
-        tally.plain_saved_bytes += self.size * elements
+        tally.saved_bytes += (self.size + output_size) * elements
+        tally.plain_saved_bytes += output_size * elements
         if self.framework.fuses_norm:
             tally.memory(2 * self.size * elements)
         else:
@@ -297,7 +305,7 @@ class TransformerCounter:
         head, tokens = shape.size_of_head, shard.tokens
         heads, kv = shape.heads / shard.tensor, max(1.0, shape.kv_heads / shard.tensor)
         query, keys = round(tokens * heads * head), round(2 * tokens * kv * head)
-        self._norm(tally)
+        self._norm(tally, self.input_size)
         self._enter(tally)
         tally.matmul(tokens, (heads + 2 * kv) * head, shape.hidden, size=size)
         tally.second(tokens, kv * head, shape.hidden, size=size, kept=True)
@@ -315,9 +323,16 @@ class TransformerCounter:
         self._scores(tally, heads, query, keys)
         tally.core = (start, len(tally.operations))
         tally.matmul(tokens, shape.hidden, heads * head, size=size)
-        tally.saved_bytes += size * query
+        tally.saved_bytes += self._projected_bytes(query)
         self._leave(tally)
         self._residual(tally)
+
+    def _projected_bytes(self, elements: int) -> int:
+        """What the output projection keeps of attention's result; fused attention keeps that too: one tensor, unless it
+        is copied (`_scores`), or kept in fp8."""
+        copied = self.framework.copies_attention and self.shard.micro_batch_size > 1
+        is_apart = self.attention in FUSED_ATTENTION and not copied and self.input_size < self.size
+        return (self.input_size + (self.size if is_apart else 0)) * elements
 
     def _rotary(self, tally: Tally, elements: int) -> None:
         """Rotates queries and keys in one kernel; or x cos + turned(x) sin in five: negate, join, two products, sum."""
@@ -373,7 +388,7 @@ class TransformerCounter:
 
     def _feed_forward(self, tally: Tally) -> None:
         shape, shard = self.shape, self.shard
-        self._norm(tally)
+        self._norm(tally, self.input_size)
         self._enter(tally)
         if shape.experts:
             self._experts(tally)
@@ -402,7 +417,7 @@ class TransformerCounter:
             tally.saved_bytes += activated
             tally.plain_saved_bytes += activated
         tally.saved_bytes += round(count * size * tokens * width)
-        result = round(count * size * tokens * inner)
+        result = round(count * self.input_size * tokens * inner)
         tally.saved_bytes += result
         tally.plain_saved_bytes += result
         tally.matmul(tokens, shape.hidden, inner, size=size, count=count)
@@ -445,7 +460,7 @@ class TransformerCounter:
         tally = Tally()
         if not shape.vocabulary:
             return self._row(tally, "none", 0, 0, 0)
-        self._norm(tally)
+        self._norm(tally, size)
         self._enter(tally)
         vocabulary = self._padded_vocabulary() // shard.tensor
         logits = shard.tokens * vocabulary

@@ -84,8 +84,8 @@ def is_simulated(source: str) -> bool:
 
 
 def is_nemo(system: str) -> bool:
-    """NVIDIA's own runs of Megatron-Core, by NeMo's recipes: sequence_parallel wherever tensors are split, and
-    tp_comm_overlap (nemo.collections.llm.recipes, tp_overlap_configs.userbuffers)."""
+    """NVIDIA's own runs of Megatron-Core by NeMo's recipes, such as NeMo-Framework-Launcher's
+    conf/training/gpt3/175b_fp8_performance.yaml: sequence_parallel, ub_tp_comm_overlap, grad_sync_dtype: bf16."""
     return system.startswith("NeMo (Megatron-Core)")
 
 

@@ -169,7 +169,7 @@ def _profile(run: Run) -> ModelProfile:
         splits_experts=run.splits_experts,
     )
     heads = len(run.blocks_per_stage) if run.splits_vocabulary else 1
-    counter = TransformerCounter(run.shape, run.framework, shard, run.attention, run.dtype, heads)
+    counter = TransformerCounter(run.shape, run.framework, shard, run.attention, run.dtype, heads, run.is_fp8)
     return counter.profile(run.source_id, (run.recompute,))
 
 

@@ -6,7 +6,7 @@ Liger                   output layer and loss chunk by chunk: no logits are kept
 no reshard              gathered parameters stay until the backward
 offload, Paged          optimizer states on the host (ZeRO-Offload; bitsandbytes' paged optimizers), not where the
                         notes say ``Opt Offl=N``
-NeMo                    tensor-parallel exchanges beside products: its recipes' user buffers
+NeMo                    tensor-parallel exchanges beside products, gradients in bf16: its recipes for fp8
 opt-in-bwd              the optimizer steps in the backward
 ZB                      steps follow each other without a barrier (Qi et al. 2024, section 4)
 PA_CPU=N                checkpoints of Megatron with ZeRO 3 stay on the device
@@ -32,6 +32,9 @@ COPIED_GRADIENTS: dict[DataType, int] = {"fp16": 2, "bf16": 4, "fp32": 0}
 """Bytes per parameter: of the flattened bucket-wise copies, and beside BF16_Optimizer's fp32 gradients also of those
 that autograd leaves."""
 
+NEMO: dict[str, Any] = {"overlaps_tensor_parallel": True, "fp32_gradients": False}
+"""NeMo-Framework-Launcher, conf/training/gpt3/175b_fp8_performance.yaml and its like: ub_tp_comm_overlap,
+grad_sync_dtype: bf16."""
 HALF_LOSS: dict[str, Any] = {"fp32_softmax": False, "logit_bytes": 4, "loss_bytes": 6}
 """A model of Transformers in fp16: shifted logits and their logarithms are kept in half precision, beside the logits
 and two gradients of them."""
@@ -77,9 +80,10 @@ def _of_words(framework: Framework, row: Mapping[str, str]) -> dict[str, Any]:
         "staggers_steps": row["schedule"].lower().startswith("zb"),
         "offloads_states": offloads or "Paged" in system,
         "keeps_gathered": "no reshard" in sharding,
-        "overlaps_tensor_parallel": is_nemo(system),
     }
     traits: dict[str, Any] = {name: getattr(framework, name) or said for name, said in named.items()}
     if "PA_CPU=N" in notes:
         traits["offloads_checkpoints"] = False
+    if is_nemo(system):
+        traits |= NEMO
     return traits | ({"logit_bytes": 0, "loss_bytes": 0} if "liger" in notes.lower() else {})

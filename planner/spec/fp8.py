@@ -36,6 +36,8 @@ class Fp8Casts:
     reduces_maxima: bool = False
     """The scale of a tensor that is split over the tensor-parallel ranks is that of the whole one: one all-reduce of a
     number or two in each pass."""
+    keeps_inputs: bool = False
+    """The backward's input of a linear layer is kept in fp8."""
 
 
 DYNAMIC = Fp8Casts(
@@ -64,5 +66,7 @@ DELAYED = Fp8Casts(
     forward=(Cast("input", 4, 1),),
     backward_input=(Cast("gradient", 4, 1),),
     backward_weight=(),
+    keeps_inputs=True,
 )
-"""TransformerEngine's delayed scaling: transformer_engine.pytorch.Linear, cast_transpose, is_first_microbatch."""
+"""TransformerEngine's delayed scaling: transformer_engine.pytorch.Linear, cast_transpose, is_first_microbatch, and the
+transposed input that it saves."""

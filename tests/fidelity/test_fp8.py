@@ -9,7 +9,7 @@ import pytest
 from planner.fidelity.calibrate import Measured, StepSeconds, TimeFit, assemble
 from planner.fidelity.cross_validate import cross_validate
 from planner.fidelity.fit import FP8_PRIOR, start
-from planner.fidelity.predict import predict_run
+from planner.fidelity.predict import predict_run, workload_of
 from planner.fidelity.rows import Run
 from planner.spec.calibration import DEFAULT, constants_for
 from tests.fidelity.support import run
@@ -51,6 +51,20 @@ def test_precision_of_a_row() -> None:
     told, plain = predict_run(low, BASE), predict_run(half, BASE)
     assert told.step_seconds < plain.step_seconds
     assert told.prediction.memory == plain.prediction.memory
+
+
+def test_transformer_engine_keeps_inputs_in_fp8() -> None:
+    """Of a GPT block's four inputs that linear layers keep, h + h + h + 4 h wide, each is a byte an element narrower,
+    but attention keeps its own result in bf16 besides; torchtitan keeps what it keeps in bf16."""
+
+    def kept(system: str, precision: str, **values: object) -> int:
+        one = run(system=system, precision=precision, hardware="H100-80GB", hidden=1024, seq_len=512, **values)
+        return workload_of(one).profile.layers[1].measurements[0].activation_bytes
+
+    for samples, narrower in ((1, 1 + 1 - 1 + 4), (2, 1 + 1 + 1 + 4)):  # of several samples it keeps a copy anyway
+        half, low = (kept("NeMo (Megatron-Core)", precision, mbs=samples) for precision in ("bf16", "fp8"))
+        assert half - low == narrower * samples * 512 * 1024
+    assert kept("torchtitan", "fp8") == kept("torchtitan", "bf16")
 
 
 def test_the_planted_fraction_is_found_and_nothing_else_moves() -> None:
@@ -101,7 +115,7 @@ def test_nemo_splits_sequences_and_overlaps() -> None:
     nemo = {"system": "NeMo (Megatron-Core)", "hardware": "H100-80GB", "tp": 2, "layers": 4}
     by_rule, stated = run(**nemo), run(**nemo, sequence_parallel=0)
     assert (by_rule.layout.sequence_parallel, stated.layout.sequence_parallel) == (True, False)
-    assert by_rule.framework.overlaps_tensor_parallel
+    assert (by_rule.framework.overlaps_tensor_parallel, by_rule.framework.fp32_gradients) == (True, False)
     exposed = replace(by_rule, framework=replace(by_rule.framework, overlaps_tensor_parallel=False))
     assert predict_run(by_rule, BASE).step_seconds < predict_run(exposed, BASE).step_seconds
     assert not run(system="Megatron-LM", tp=2, layers=4).layout.sequence_parallel
