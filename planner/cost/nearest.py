@@ -1,7 +1,8 @@
 """What every layer costs at least, whatever the layout: what bounds are made of.
 
 Tensor-parallel ranks lie as near as they can, no other ranks exchange anything, and nothing is shared out: a rank has
-nothing to do that it could be spared.
+nothing to do that it could be spared. Where all devices are alike, more is known: what ranks exchange that share a
+sequence or experts, and what two ranks would that share out parameters.
 """
 
 from __future__ import annotations
@@ -10,15 +11,18 @@ from planner.cost.communication import Group
 from planner.cost.groups import Groups
 from planner.cost.pricing import LayerCost, LayerPricing, known_prices
 from planner.cost.workload import Workload, modes_of
-from planner.spec.layout import Layout
-from planner.spec.profile import RecomputeMode
+from planner.spec.layout import Layout, ZeroStage
+from planner.spec.profile import Measurement, RecomputeMode
 
 Split = tuple[int, int, int, int, bool]
 """Micro-batch size, tensor-, context- and expert-parallel degree, sequence parallelism: a key of `Workload.sizes`."""
+Layers = tuple[dict[RecomputeMode, LayerCost], ...]
+"""By layer and recompute mode."""
 _ALONE = Group(1, 1, 1)
+_PAIR = Group(2, 1, 2)
 
 
-def nearest_costs(work: Workload, split: Split, chunks: int = 1) -> tuple[dict[RecomputeMode, LayerCost], ...]:
+def nearest_costs(work: Workload, split: Split, chunks: int = 1) -> Layers:
     """Every layer by its recompute modes, on the devices of one node group; identical layers share one dict.
 
     Args:
@@ -28,15 +32,30 @@ def nearest_costs(work: Workload, split: Split, chunks: int = 1) -> tuple[dict[R
     """
     key = ("nearest", split, chunks)
     if key not in work.spent:
-        layout = Layout.model_construct(tensor_parallel_degree=split[1], sequence_chunks=chunks)
-        rows, groups = work.sizes[split], Groups(_nearest(work, split[1]), *(_ALONE,) * 7)
-        known, alike, computed = known_prices(work, groups, chunks), work.alike(rows), {}
-        for index in set(alike):
-            plain, parameters = rows[index][modes_of(rows[index])[0]], work.profile.layers[index].parameters
-            computed[index] = LayerPricing(work, layout, groups, parameters, plain, known).costs(rows[index])
-        work.spent[key] = tuple(map(computed.__getitem__, alike))
-    found: tuple[dict[RecomputeMode, LayerCost], ...] = work.spent[key]
+        work.spent[key] = _costs(work, split, Groups(_nearest(work, split[1]), *(_ALONE,) * 7), chunks)
+    found: Layers = work.spent[key]
     return found
+
+
+def exchanging_costs(work: Workload, split: Split, zero: ZeroStage) -> Layers:
+    """Every layer by its recompute modes with all that its ranks exchange for every micro-batch, at least.
+
+    Args:
+        work: of a cluster of one node group.
+        split: of every layer.
+        zero: stage; where it exchanges for every micro-batch, what two ranks of one node would.
+    """
+    return _costs(work, split, _all_nearest(work, split, zero), zero=zero)
+
+
+def _costs(work: Workload, split: Split, groups: Groups, chunks: int = 1, zero: ZeroStage = 0) -> Layers:
+    layout = Layout.model_construct(tensor_parallel_degree=split[1], sequence_chunks=chunks, zero_stage=zero)
+    rows, known, computed = work.sizes[split], known_prices(work, groups, chunks), {}
+    alike = work.alike(rows)
+    for index in set(alike):
+        plain, parameters = rows[index][modes_of(rows[index])[0]], work.profile.layers[index].parameters
+        computed[index] = LayerPricing(work, layout, groups, parameters, plain, known).costs(rows[index])
+    return tuple(map(computed.__getitem__, alike))
 
 
 def nearest_ticks(work: Workload, split: Split) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -63,8 +82,46 @@ def nearest_ticks(work: Workload, split: Split) -> tuple[tuple[int, ...], tuple[
 
 def _nearest(work: Workload, ranks: int) -> Group:
     """Neighbours on as few nodes as there can be; one rank where these would not be the fastest group."""
-    intra, inter = work.intra_node, work.inter_node or work.intra_node
-    is_slower = inter.bandwidth_bytes_per_second <= intra.bandwidth_bytes_per_second
-    if is_slower and inter.latency_seconds >= intra.latency_seconds and not (intra.fits or inter.fits):
+    if _is_nearer_faster(work):
         return Group(ranks, -(-ranks // work.domain_devices), min(ranks, work.domain_devices))
     return _ALONE
+
+
+def _is_nearer_faster(work: Workload) -> bool:
+    """Is no link between nodes faster than the one inside?"""
+    intra, inter = work.intra_node, work.inter_node or work.intra_node
+    is_slower = inter.bandwidth_bytes_per_second <= intra.bandwidth_bytes_per_second
+    return is_slower and inter.latency_seconds >= intra.latency_seconds and not (intra.fits or inter.fits)
+
+
+def _all_nearest(work: Workload, split: Split, zero: ZeroStage) -> Groups:
+    """Neighbours; ranks by themselves, which exchange nothing, where others might be faster.
+
+    Tensor- and context-parallel ranks that divide a domain never lie across two: hierarchical collectives of more nodes
+    would have fewer hops. Ranks that share experts are priced at the slowest link between any two, as far as they
+    exchange all to all.
+    """
+    if not _is_nearer_faster(work):
+        return Groups(*(_ALONE,) * 8)
+    domain, (_, tensor, context, expert, _) = work.domain_devices, split
+    inter, intra = work.inter_node or work.intra_node, work.intra_node
+    copied = (1 + work.constants.ring_copies) * inter.bandwidth_bytes_per_second  # what NCCL copies inside a node (L1)
+    return Groups(
+        tensor=Group(tensor, 1, tensor) if domain % tensor == 0 else _ALONE,
+        context=Group(context, 1, context) if domain % (tensor * context) == 0 else _ALONE,
+        expert=Group(expert, -(-expert * tensor // domain), min(expert, domain))
+        if _exchange_all_to_all(work.sizes[split])
+        else _ALONE,
+        data=_ALONE,
+        expert_data=_ALONE,
+        shard=_PAIR if zero > 1 and copied <= intra.bandwidth_bytes_per_second else _ALONE,
+        expert_shard=_ALONE,
+        copies=_ALONE,
+    )
+
+
+def _exchange_all_to_all(rows: tuple[dict[RecomputeMode, Measurement], ...]) -> bool:
+    """And in no other way, among ranks that share experts."""
+    every = {id(options): options for options in rows}.values()
+    collectives = [one for options in every for row in options.values() for one in row.collectives]
+    return all(one.operation == "all_to_all" for one in collectives if one.group == "expert")

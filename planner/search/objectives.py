@@ -24,21 +24,22 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
 from planner.cost import TICK_SECONDS, Workload, workload
+from planner.cost.nearest import Split
 from planner.cost.workload import on_part, rearranged
 from planner.search.dive import dive_on_groups, is_poor
 from planner.search.inside import NO_LIMIT
 from planner.search.loads import part_ticks
-from planner.search.part_bounds import least_part_ticks
+from planner.search.part_bounds import PartBounds
 from planner.search.parts import Part, arrangements, check_prices, parts_of, whole
 from planner.search.result import Callbacks, Progress
 from planner.search.solve import advance, begin, dive, search
-from planner.search.space import Space, space_of
+from planner.search.space import Family, Space, space_of
 from planner.search.state import State
 from planner.spec.plan import PlanRequest, SearchReport
 from planner.spec.profile import ModelProfile
@@ -108,6 +109,12 @@ class _Field:
         self.all: list[Contender] = []
         self._known: dict[tuple[tuple[int, ...], int], Contender] = {}
         self._due = -math.inf
+        self._bounds: PartBounds | None = None
+
+    def bound(self, parts: Sequence[Part]) -> PartBounds:
+        """Bound all parts and their families before any of them is entered."""
+        self._bounds = PartBounds(self.whole, parts)
+        return self._bounds
 
     @property
     def is_over(self) -> bool:
@@ -124,6 +131,8 @@ class _Field:
         space = space_of(work)
         silent = Callbacks(should_stop=self.callbacks.should_stop)
         state = begin(work, space, self.request.options, silent, ceiling)
+        if self._bounds is not None:
+            _raise_bounds(state, self._bounds.of_part(part))
         state.deadline = self.deadline
         self._known[place] = Contender(part, work, space, state)
         self.all.append(self._known[place])
@@ -181,6 +190,17 @@ class _Field:
                 elapsed_seconds=report.seconds,
             )
         )
+
+
+def _raise_bounds(state: State, least: Mapping[tuple[Split, int, int], float]) -> None:
+    """Families take no less than is known of them: (K10); those of which nothing fits are closed."""
+    families = [(one, one.item) for one in state.heap if isinstance(one.item, Family)]
+    state.heap.clear()
+    state.bounds.clear()
+    for one, family in families:
+        ticks = least.get((family.split, family.sequence_chunks, family.pipeline), 0.0)
+        if ticks < math.inf:
+            state.push(replace(one, bound_ticks=max(one.bound_ticks, int(ticks))))
 
 
 def contest(request: PlanRequest, profile: ModelProfile, callbacks: Callbacks) -> Contest:
@@ -277,7 +297,7 @@ class _Prices:
 
     def __init__(self, field: _Field, parts: Sequence[Part]) -> None:
         self._field, self._most = field, parts[-1].devices
-        least = zip(parts, least_part_ticks(field.whole, parts), strict=True)
+        least = zip(parts, field.bound(parts).least, strict=True)
         self._heap: list[tuple[float, int, int, Part | Contender]] = [
             (ticks * TICK_SECONDS * part.price_per_second, part.devices, place, part)
             for place, (part, ticks) in enumerate(least)
@@ -369,7 +389,7 @@ def _fewest(field: _Field) -> Contest:
     assert seconds is not None
     ceiling = math.floor(seconds / TICK_SECONDS * (1 + _ROUNDING)) + 1
     every = parts_of(field.request.cluster)
-    bounded = zip(every, least_part_ticks(field.whole, every), strict=True)
+    bounded = zip(every, field.bound(every).least, strict=True)
     fast_enough = [part for part, ticks in bounded if ticks < ceiling]
     by_devices = [tuple(parts) for _, parts in groupby(fast_enough, key=lambda part: part.devices)]
     enough = _enough(field, by_devices, ceiling)

@@ -2,21 +2,22 @@
 
 n = d t c P devices are d data ranks of P pipeline ranks, each of tensor degree t and context degree c. With
 micro-batches of b samples out of B, some data rank has at least M = ceil(B / (b d)) of them, by (D2); its P ranks take
-as long as (K1) to (K3) of `planner.search.least_work` say, with the ticks of the fastest of the part's devices, and
-tensor-parallel ranks as near to each other as they can lie.
+as long as (K1) to (K3) of `planner.search.least_work` and (K5) to (K9) of `planner.search.split_bounds` say, with
+tensor-parallel ranks, and those that share experts, as near to each other as they can lie.
 
-    (K4)  where b d does not divide B, data ranks differ, and their pipelines run under gpipe or 1f1b alone: (B2) with
-          even weights, T >= sum of w(l) + (max(0, M - P) sum of f(l) + (M - 1) sum of the rest) / P -> _Split.least()
+    (K4)  where devices differ, and where sequences are cut, each layer takes the ticks of the fastest device, or of the
+          first chunk, and nothing is known of memory                                                -> _Split.of()
 
-    (K5)  what is least over all splits, and all d and P, bounds every layout of the part        -> least_part_ticks()
+    (K10) what is least over all splits, and all d and P, bounds every layout of the part; what is least for one split,
+          d and P, every layout of that family                                -> PartBounds.least, PartBounds.of_part()
 
-Of parts with the same kinds of devices, (K5) depends on their number alone, so all are bounded at once.
+Of parts with the same kinds of devices, these depend on their number alone, so all are bounded at once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Self
@@ -24,67 +25,170 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost import Workload
-from planner.cost.nearest import Split, nearest_costs
+from planner.cost import Workload, reserved_bytes
+from planner.cost.nearest import Split, exchanging_costs, nearest_costs
+from planner.cost.pricing import LayerCost
 from planner.search.chunks import chunks_of
-from planner.search.least_work import LeastWork, Ticks, by_layer
-from planner.search.orders import MODES, orders_of, schedules_of
+from planner.search.least_work import by_layer
+from planner.search.offloading import NOTHING, offloadings_of
+from planner.search.orders import MODES, schedules_of
 from planner.search.parts import Part
-from planner.search.standing import Standing
+from planner.search.split_bounds import PLENTY, Alike, Floats, Held, Mixed, Pipelines, Ticks
 from planner.spec.cluster import NodeGroup
 from planner.spec.job import allows
+from planner.spec.layout import ZeroStage
+from planner.spec.profile import RecomputeMode
 
-_NONE = np.iinfo(np.int64).max
+_LESS = 1 - 1e-9
+"""For rounding of floating-point sums."""
+_STAGES: tuple[tuple[ZeroStage, int], ...] = ((0, 1), (2, 2), (3, 3))
+"""ZeRO's, and how much it shares out: optimizer states (0 stands for 1, too), gradients, parameters."""
+
+
+class PartBounds:
+    """What the parts of a cluster, and the families of their layouts, take at least."""
+
+    def __init__(self, work: Workload, parts: Sequence[Part]) -> None:
+        """Bound all of them: equation (K10).
+
+        Args:
+            work: of the whole cluster.
+            parts: of it.
+        """
+        self._parts = {(part.nodes, part.devices): place for place, part in enumerate(parts)}
+        self._found: list[_Found] = []
+        unknown = np.ones(len(parts), dtype=bool)
+        for works, places in _by_kinds(work, parts):
+            unknown[places] = False
+            devices = np.array([parts[place].devices for place in places], dtype=np.int64)
+            self._found += [one.at(places) for one in _families(works, devices)]
+        least = np.where(unknown, 0.0, math.inf)
+        for one in self._found:
+            np.minimum.at(least, one.places, one.ticks)
+        self.least: list[float] = least.tolist()
+        """Ticks of a step that no layout beats, by part; infinite where there is no layout."""
+
+    def of_part(self, part: Part) -> dict[tuple[Split, int, int], float]:
+        """Ticks that no layout of a family on the part beats, by its split, sequence chunks and pipeline ranks;
+        infinite where none fits."""
+        place, found = self._parts[part.nodes, part.devices], {}
+        for one in self._found:
+            for at in np.flatnonzero(one.places == place).tolist():
+                found[one.split, one.chunks, int(one.ranks[at])] = float(one.ticks[at])
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Bounds of pipelines of one split."""
+
+    split: Split
+    chunks: int
+    places: NDArray[np.intp]
+    """Part of each."""
+    ranks: Ticks
+    """P of each."""
+    ticks: Floats
+
+    def at(self, places: NDArray[np.intp]) -> Self:
+        """With other numbers for the parts."""
+        return type(self)(self.split, self.chunks, places[self.places], self.ranks, self.ticks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Zero:
+    """Layers under some ZeRO stages."""
+
+    least_replicas: int
+    held: Held
+    modes: tuple[Alike, ...]
+    mixed: Mixed | None = None
+
+    def least(self, at: Pipelines) -> Floats:
+        """Ticks that no step beats; never, where there are too few replicas."""
+        left = self.held.left(at)
+        ways = [mode.least(at, left) for mode in self.modes]
+        ways += [self.mixed.least(at, left)] if self.mixed else []
+        return np.where(at.replicas < self.least_replicas, np.inf, np.minimum.reduce(ways))
 
 
 @dataclass(frozen=True, slots=True)
 class _Split:
     """Layers that are split in one way."""
 
-    size: int
-    """Samples of a micro-batch."""
-    ranks: int
-    """Tensor times context degree."""
-    work: LeastWork
-    turns: bool
-    """(K4) holds."""
+    key: Split
+    chunks: int
+    zeros: tuple[_Zero, ...]
 
     @classmethod
-    def of(cls, works: Sequence[Workload], split: Split, chunks: int, *, turns: bool) -> Self:
-        """On the fastest of several kinds of devices, layer by layer."""
-        rows = np.minimum.reduce([by_layer(nearest_costs(work, split, chunks), chunks) for work in works])
-        return cls(split[0], split[1] * split[2], LeastWork.of(rows), turns)
+    def of(cls, works: Sequence[Workload], key: Split, chunks: int) -> Self:
+        """On several kinds of devices, or in chunks, by (K4)."""
+        if len(works) == 1 and chunks == 1 and len(works[0].cluster.node_groups) == 1:
+            return cls(key, chunks, tuple(_zeros(works[0], key)))
+        rows = [nearest_costs(work, key, chunks) for work in works]
+        first, total, passing = np.minimum.reduce([by_layer(one, chunks) for one in rows])
+        if chunks == 1:
+            total = first + np.minimum.reduce([list(map(_least_backward, one)) for one in rows])
+        fastest = Alike.unheld(first, total, passing, may_differ=chunks == 1)
+        return cls(key, chunks, (_Zero(1, PLENTY, (fastest,)),))
 
-    def least(self, batch: int, pipeline: int, data: Ticks) -> Ticks:
-        """By number of data ranks: the largest of (K1) to (K4)."""
-        micro_batches, work = batch // self.size, self.work
-        count = -(-micro_batches // data)
-        bound = work.steps(pipeline, count)
-        if self.turns:
-            further = np.maximum(0, count - pipeline) * work.forward + (count - 1) * (work.total - work.forward)
-            turned = work.total + further // pipeline
-            bound = np.where(micro_batches % data == 0, bound, np.maximum(bound, turned))
-        return bound
+    @property
+    def devices(self) -> int:
+        """Of a pipeline rank."""
+        return self.key[1] * self.key[2]
+
+    def least(self, batch: int, ranks: Ticks, data: Ticks) -> Floats:
+        """Ticks by numbers of pipeline and data ranks, rounded down."""
+        micro_batches = batch // self.key[0]
+        at = Pipelines(ranks, data * self.key[2], -(-micro_batches // data), micro_batches % data == 0)
+        ticks: Floats = np.floor(np.minimum.reduce([zero.least(at) for zero in self.zeros]) * _LESS)
+        return ticks
 
 
-def least_part_ticks(work: Workload, parts: Sequence[Part]) -> list[float]:
-    """Ticks of a step that no layout on a part beats, by part: equation (K5); infinite where there is no layout.
+def _least_backward(options: Mapping[RecomputeMode, LayerCost]) -> int:
+    return min(cost.backward_ticks for cost in options.values())
 
-    Args:
-        work: of the whole cluster.
-        parts: of it.
-    """
+
+def _zeros(work: Workload, key: Split) -> Iterator[_Zero]:
+    """ZeRO 0 and 1, 2, and 3: with what exchanges take at least, and what OGP is left."""
+    plain = exchanging_costs(work, key, 0)
+    once = [next(iter(plain[place].values())) for place in _stored_once(work)]
+    ogp = np.array([(one.optimizer_bytes, one.gradients_bytes, one.parameters_bytes) for one in once]).sum(axis=0)
+    for stage, shared in _STAGES:
+        layers = exchanging_costs(work, key, stage) if stage else plain
+        gathered = 2 * max(next(iter(options.values())).gathered_bytes for options in layers)
+        temporary = min(cost.temporary_bytes for options in layers for cost in options.values())
+        room = _room_bytes(work) - gathered - temporary
+        held = Held(room, float(ogp[shared:].sum()), float(ogp[:shared].sum()))
+        if offloadings_of(work, dict(work.job.constraints)) != (NOTHING,):
+            held = PLENTY
+        modes = [mode for mode in MODES if any(mode in options for options in layers)]
+        rows = [[options.get(mode, next(iter(options.values()))) for options in layers] for mode in modes]
+        alike = [Alike.of(each, splits=False) for each in rows]
+        mixed = Mixed.of(alike, held.room_bytes)
+        yield _Zero(1 + (stage > 0), held, (Alike.of(rows[0], splits=True), *alike), mixed)
+
+
+def _stored_once(work: Workload) -> list[int]:
+    """Layers whose parameters no layer before them shares: a rank that holds both stores them once."""
+    again = {name for shared in work.profile.shared_parameters for name in shared.layers[1:]}
+    return [place for place, layer in enumerate(work.profile.layers) if layer.name not in again]
+
+
+def _room_bytes(work: Workload) -> int:
+    return work.capacity_bytes - reserved_bytes(work) - int(work.constants.workspace_bytes)
+
+
+def _by_kinds(work: Workload, parts: Sequence[Part]) -> Iterator[tuple[list[Workload], NDArray[np.intp]]]:
+    """Parts with the same kinds of devices: on which these are, and the places of the parts."""
     known = [_kind(group) for group in work.cluster.node_groups]
-    by_kinds: dict[tuple[int, ...], list[int]] = {}
+    found: dict[tuple[int, ...], list[int]] = {}
     for place, part in enumerate(parts):
         kinds = {_kind(group) for group in part.cluster.node_groups}
         if kinds.issubset(known):  # else fewer devices of a node than it has, which other links may join
-            by_kinds.setdefault(tuple(at for at, kind in enumerate(known) if kind in kinds), []).append(place)
-    found = np.zeros(len(parts), dtype=np.int64)
-    for places_of_groups, places in by_kinds.items():
-        works = [(work.groups or (work,))[at] for at in places_of_groups]
-        found[places] = _least(works, np.array([parts[place].devices for place in places], dtype=np.int64))
-    return [math.inf if ticks == _NONE else ticks for ticks in found.tolist()]
+            found.setdefault(tuple(at for at, kind in enumerate(known) if kind in kinds), []).append(place)
+    for kinds_of_parts, places in found.items():
+        yield [(work.groups or (work,))[at] for at in kinds_of_parts], np.array(places)
 
 
 def _kind(group: NodeGroup) -> tuple[object, ...]:
@@ -93,23 +197,23 @@ def _kind(group: NodeGroup) -> tuple[object, ...]:
     return device, group.devices_per_node, None if group.intra_node is None else group.intra_node.model_dump_json()
 
 
-def _least(works: Sequence[Workload], devices: Ticks) -> Ticks:
-    """By number of devices: the least of all splits."""
+def _families(works: Sequence[Workload], devices: Ticks) -> Iterator[_Found]:
+    """Every split, with all numbers of pipeline and data ranks on so many devices."""
     batch, layers = works[0].job.global_batch_size, len(works[0].profile.layers)
-    least = np.full(len(devices), _NONE)
 
     @cache
     def dividing(ranks: int) -> NDArray[np.intp]:
         return np.flatnonzero(devices % ranks == 0)
 
     for one in _splits(works):
-        for pipeline in range(1, layers + 1):
-            places = dividing(one.ranks * pipeline)
-            data = devices[places] // (one.ranks * pipeline)
-            places, data = places[data * one.size <= batch], data[data * one.size <= batch]
-            if len(places):
-                least[places] = np.minimum(least[places], one.least(batch, pipeline, data))
-    return least
+        by_ranks = [dividing(one.devices * pipeline) for pipeline in range(1, layers + 1)]
+        places = np.concatenate(by_ranks)
+        ranks = np.repeat(np.arange(1, layers + 1), list(map(len, by_ranks)))
+        data = devices[places] // (one.devices * ranks)
+        enough = data * one.key[0] <= batch
+        if enough.any():
+            places, ranks = places[enough], ranks[enough]
+            yield _Found(one.key, one.chunks, places, ranks, one.least(batch, ranks, data[enough]))
 
 
 def _splits(works: Sequence[Workload]) -> Iterator[_Split]:
@@ -117,15 +221,8 @@ def _splits(works: Sequence[Workload]) -> Iterator[_Split]:
     job, sizes = works[0].job, set(works[0].sizes).intersection(*(work.sizes for work in works))
     schedules = schedules_of(job.constraints.get("schedule"))
     fields = "micro_batch_size", "tensor_parallel_degree", "context_parallel_degree", "expert_parallel_degree"
-    turns = all(_turns(work, schedules) for work in works)
-    for split in sorted(sizes):
-        permitted = all(allows(job.constraints.get(field), value) for field, value in zip(fields, split, strict=False))
-        if permitted and job.global_batch_size % split[0] == 0:
-            for chunks in (1, *chunks_of(works[0], split, job.constraints, schedules)):
-                yield _Split.of(works, split, chunks, turns=chunks == 1 and turns)
-
-
-def _turns(work: Workload, schedules: tuple[str, ...]) -> bool:
-    """Do pipelines of data ranks that differ run under gpipe or 1f1b alone?"""
-    differing = Standing(micro_batches=2, shares=(2, 1), are_alike=False)
-    return not any(order.is_dealt for order in orders_of(work, 2, differing, 1, schedules, (1, 2), MODES))
+    for key in sorted(sizes):
+        permitted = all(allows(job.constraints.get(field), value) for field, value in zip(fields, key, strict=False))
+        if permitted and job.global_batch_size % key[0] == 0:
+            for chunks in (1, *chunks_of(works[0], key, job.constraints, schedules)):
+                yield _Split.of(works, key, chunks)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from planner.cost import TICK_SECONDS, workload
 from planner.search import plan
-from planner.search.part_bounds import least_part_ticks
+from planner.search.part_bounds import PartBounds
 from planner.search.parts import parts_of
 from planner.spec import Cluster, Job, ModelProfile, Plan
 from tests.builders import cluster, job, layer, link, profile, request
@@ -20,7 +20,7 @@ from tests.strategies import Instance, instances
 def no_part_beats_its_bound(model: ModelProfile, machines: Cluster, step: Job, most: int = 100) -> None:
     """Each part searched as a cluster of its own; of many the largest."""
     parts = parts_of(machines)[-most:]
-    for part, least in zip(parts, least_part_ticks(workload(model, machines, step), parts), strict=True):
+    for part, least in zip(parts, PartBounds(workload(model, machines, step), parts).least, strict=True):
         found = plan(request(model, part.cluster, step, top=0), model)
         if isinstance(found, Plan) and found.layout.devices == part.devices:  # else slow nodes are left out
             assert least <= round(found.prediction.step_seconds / TICK_SECONDS)
@@ -46,7 +46,7 @@ def test_bounds_are_the_step_where_nothing_waits() -> None:
     model, machines = profile(layer(forward=1e-3) * 4), cluster(4, nodes=4, inter=link(1e15))
 
     def seconds(samples: int) -> list[float]:
-        ticks = least_part_ticks(workload(model, machines, job(samples)), parts_of(machines))
+        ticks = PartBounds(workload(model, machines, job(samples)), parts_of(machines)).least
         return [each * TICK_SECONDS for each in ticks]
 
     assert seconds(24) == pytest.approx([24 * 12e-3 / count for count in (1, 2, 3, 4)])
@@ -56,5 +56,5 @@ def test_bounds_are_the_step_where_nothing_waits() -> None:
 def test_parts_without_a_layout_are_bounded_by_infinity() -> None:
     """Three samples and two layers make work for no more than six devices."""
     model, machines = profile(layer() * 2), cluster(8, nodes=8, inter=link(1e9, 1e-5))
-    ticks = least_part_ticks(workload(model, machines, job(3)), parts_of(machines))
+    ticks = PartBounds(workload(model, machines, job(3)), parts_of(machines)).least
     assert [devices for devices, each in enumerate(ticks, start=1) if math.isinf(each)] == [5, 7, 8]
