@@ -34,7 +34,7 @@ from planner.cli.units import seconds
 from planner.cost import StageMap, Workload, choose, evaluate, layout_costs, schedule_of, workload
 from planner.errors import PlannerError, UnknownNameError
 from planner.fidelity.cross_validate import FOLDS, cross_validate
-from planner.fidelity.metrics import Outcome, details, figures, summary
+from planner.fidelity.metrics import Figures, Outcome, details, figures, summary
 from planner.fidelity.outcomes import outcomes
 from planner.fidelity.picture import Point, svg
 from planner.fidelity.remarks import Remarks, RowKey, read_remarks
@@ -144,10 +144,18 @@ def as_json(dataset: Dataset, found: Sequence[Outcome]) -> dict[str, object]:
     return {"families": families, "overall": summary(figures(dataset, found))}
 
 
+def in_fp8(found: Sequence[Outcome]) -> dict[str, Figures]:
+    """Figures of the runs in fp8, which stand in their families too; none where there are none."""
+    low = tuple(one for one in found if one.run.is_fp8)
+    if not low:
+        return {}
+    return {"in fp8": figures(Dataset(tuple(one.run for one in low), {}, {"in fp8": len(low)}), low)}
+
+
 def print_all(dataset: Dataset, found: Sequence[Outcome], worst: int) -> None:
     """Tables for people."""
     by_family = {name: figures(dataset, found, name) for name in dataset.rows}
-    print(figures_text(by_family | {"overall": figures(dataset, found)}), end="\n\n")
+    print(figures_text(by_family | in_fp8(found) | {"overall": figures(dataset, found)}), end="\n\n")
     print(targets_text(targets(found)), end="\n\n")
     print(speed_text(), end="\n\n")
     if worst:

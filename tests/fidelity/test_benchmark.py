@@ -110,3 +110,11 @@ def test_targets_are_of_their_rows() -> None:
 def test_met(reached: float, at_least: bool, is_met: bool) -> None:
     """A limit that is just reached is met."""
     assert Target("x", 0.05, reached, 1, at_least=at_least).is_met is is_met
+
+
+def test_runs_in_fp8_are_told_apart() -> None:
+    """They have a line of their own beside their family's; without any there is none."""
+    half, low = (run(precision, hardware="H100-80GB", precision=precision) for precision in ("bf16", "fp8"))
+    assert fidelity.in_fp8(outcomes([half], {})) == {}
+    (figures,) = fidelity.in_fp8(outcomes([half, low, low], {})).values()
+    assert (figures.rows, figures.in_scope, figures.time.rows) == (2, 2, 2)
