@@ -25,7 +25,7 @@ from profiler import tensor_parallel
 from profiler.float8_product import WHOLE, Parts, float8_product
 from profiler.recompute import own_forward, replace_forward
 from profiler.split_group import largest_in_group
-from profiler.split_products import Columns, Product, Rows, product_of
+from profiler.split_products import Columns, Rows, linear_product
 from profiler.split_tensor import SplitTensor
 from profiler.tensor_parallel import COLUMN_STYLES, DERIVED_ROWS, ROW_STYLES, sections_of
 
@@ -35,16 +35,6 @@ if TYPE_CHECKING:
 OF_COLUMNS: frozenset[Operand] = frozenset({"weight", "gradient"})
 OF_ROWS: frozenset[Operand] = frozenset({"weight", "input"})
 OF_TOKENS: frozenset[Operand] = frozenset({"input", "gradient"})
-
-
-def linear_product(module: nn.Module) -> Product | None:
-    """How the module multiplies, if it is torch's linear layer or transformers' ``Conv1D``; else None.
-
-    Not of classes derived from them, which may compute otherwise, or never be called (the output product of
-    `nn.MultiheadAttention`).
-    """
-    product = product_of(module)
-    return product if product is not None and product.features == -1 else None
 
 
 def float8_modules(model: nn.Module, source: ModelSource, degree: int = 1) -> tuple[str, ...]:

@@ -36,6 +36,7 @@ from profiler.parameters import ParameterShapes
 from profiler.quantities import Kernel, LayerCount, ModeCount
 from profiler.recompute import Phase, is_saved, recomputing
 from profiler.shard import Exchanges
+from profiler.split_products import linear_product
 from profiler.transformer_cut import meta_friendly
 from profiler.watch import FusedAttention, Watcher, saved_tensors
 
@@ -170,6 +171,13 @@ class _Pass:
         return _Kept(own, ahead, of_inputs, of_outputs)
 
 
+def _weights_of_others(stage: nn.Module) -> list[Tensor]:
+    """Parameters that stand in no linear layer: those of attention (`nn.MultiheadAttention`), or a module's own."""
+    linear = [each for each in stage.modules() if linear_product(each) is not None]
+    known = {id(parameter) for module in linear for parameter in module.parameters(recurse=False)}
+    return [parameter for parameter in stage.parameters() if id(parameter) not in known]
+
+
 class LayerRun:
     """Forward and backward of one layer of a stage that holds nothing else.
 
@@ -267,6 +275,8 @@ class LayerRun:
         watcher = seen.watcher
         for tensor in (*self.stage.parameters(), *self.stage.buffers()):
             watcher.own((tensor, tensor.grad))
+        if not hasattr(self.stage, "config"):  # transformers' layers multiply by routers of experts at most besides
+            watcher.tell_apart(_weights_of_others(self.stage))
         with self._kernels(), watcher:
             outputs, ends = self._forward(seen, inputs)
             seen.see_forward(inputs, outputs)

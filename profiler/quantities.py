@@ -30,6 +30,8 @@ class Kernel:
     k: int = 0
     batch: int = 1
     """Products of this size in one run."""
+    is_linear: bool | None = None
+    """See `planner.spec.profile.Operation`; told where a product only looks like a linear layer's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,7 @@ def _operations(kernels: Iterable[Kernel]) -> tuple[Operation, ...]:
             n=each.n,
             k=each.k,
             batch=each.batch,
+            is_linear=each.is_linear,
         )
         for each, count in counts.items()
     )

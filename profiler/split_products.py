@@ -84,6 +84,16 @@ def product_of(module: nn.Module) -> Product | None:
     return _PRODUCTS.get(kind)
 
 
+def linear_product(module: nn.Module) -> Product | None:
+    """How the module multiplies, if it is torch's linear layer or transformers' ``Conv1D``; else None.
+
+    Not of classes derived from them, which may compute otherwise, or never be called (the output product of
+    `nn.MultiheadAttention`).
+    """
+    product = product_of(module)
+    return product if product is not None and product.features == -1 else None
+
+
 def split_columns(module: nn.Module, sections: int, ranks: Ranks, hold: Hold) -> None:
     """Let a module hold this rank's columns and give a `SplitTensor`, in place.
 

@@ -11,7 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -111,6 +111,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Live bytes after every operation."""
         self._live: dict[int, weakref.ref[UntypedStorage]] = {}
         self._owned: dict[int, UntypedStorage] = {}
+        self._others: set[int] = set()
         self._earlier: dict[int, Earlier] = {}
         self._made_earlier: Counter[Hashable] = Counter()
 
@@ -120,6 +121,10 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if tensor is not None:
                 storage = tensor.untyped_storage()
                 self._owned[id(storage)] = storage
+
+    def tell_apart(self, weights: Iterable[Tensor]) -> None:
+        """Weights that are no linear layer's, though products with them may look like one's; owned already."""
+        self._others.update(id(weight.untyped_storage()) for weight in weights)
 
     def start(self, held: Iterable[Tensor]) -> None:
         """Record from now on; `held`, made before, counts as live."""
@@ -182,7 +187,9 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not _only_views(func, given, made) and packet not in BOOKKEEPING:
             if packet is aten._scaled_dot_product_flash_attention and args[4:5] == (True,):
                 flops = _causal_flops(flops, queries=args[0].shape[2], keys=args[1].shape[2])
-            self.kernels.append(_kernel(packet, given, made, flops))
+            kernel = _kernel(packet, given, made, flops)
+            is_other = packet in MATMULS and any(id(each.untyped_storage()) in self._others for each in given)
+            self.kernels.append(replace(kernel, is_linear=False) if is_other else kernel)
             self.functions.append(func)
 
     def _see(self, storage: UntypedStorage) -> None:

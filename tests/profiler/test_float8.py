@@ -166,10 +166,14 @@ def test_compiled_casts_give_the_same_bits(dtype: torch.dtype):
         assert torch.equal(*found)
 
 
-@pytest.mark.parametrize(("config", "degree"), [(CONFIG, 2), (GPT2, 2), (CONFIGS["bert"], 2), (CONFIGS["vit"], 1)])
-def test_as_many_products_run_in_fp8_as_the_profile_prices(config: dict[str, Any], degree: int, tmp_path: Path):
-    """Layer by layer, whole or as a tensor-parallel rank holds it; none in the last one."""
-    source = _source(config, tmp_path)
+@pytest.mark.parametrize(
+    ("model", "degree"), [(CONFIG, 2), (GPT2, 2), (CONFIGS["bert"], 2), (CONFIGS["vit"], 1), ("torch_encoder", 1)]
+)
+def test_as_many_products_run_in_fp8_as_the_profile_prices(model: Any, degree: int, tmp_path: Path):
+    """Layer by layer, whole or as a tensor-parallel rank holds it; none in the last one, and none of torch's own
+    attention, whose products only look like a linear layer's."""
+    own = isinstance(model, str)
+    source = load_model(f"tests.profiler.blocks:{model}") if own else _source(model, tmp_path)
     tokens = 16 if source.input_kind == "tokens" else 0
     found = counted_profile(
         source, sequence_length=tokens, micro_batch_sizes=(2,), tensor_parallel_degrees=(degree,), dtype="bf16"
