@@ -1,5 +1,5 @@
-"""Starts ranks without torchrun, many runs one after the other: forked from servers that have imported torch and traced
-the models once for all runs.
+"""Starts ranks without torchrun, many runs one after the other: forked from servers that have imported torch and
+torchao, and traced the models, once for all runs.
 
 A rank finds the environment that torchrun would set, and meets the others at a store that no rank holds, as there.
 Neighbours are not forked from one server: each orders its sets of names by its own hash seed, as processes do that
@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 from torch.distributed import TCPStore
+
+from profiler.low_bit import torchao
 
 ROOT = Path(__file__).parents[2]
 TRACED = ("gpt2", "llama", "tied-llama", "qwen3", "mixtral", "qwen3-moe", "t5")
@@ -83,6 +85,7 @@ def main() -> None:
 
     for model in TRACED:
         source_of_case(model).cut()
+    torchao("optim")
     gc.collect()
     gc.freeze()  # ranks need not look through all this again and again
     for line in sys.stdin:
