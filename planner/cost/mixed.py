@@ -27,7 +27,7 @@ from functools import lru_cache
 from planner.cost.communication import Group
 from planner.cost.groups import Groups
 from planner.cost.layers import LayoutCosts, priced
-from planner.cost.placement import CommunicatorName, communicators, crossing, degrees_of, strides
+from planner.cost.placement import CommunicatorName, communicator_degrees, communicators, crossing, strides
 from planner.cost.pricing import LayerCost
 from planner.cost.shared import shared_costs
 from planner.cost.workload import Workload
@@ -194,7 +194,7 @@ class _Pricing:
         self.groups = work.groups or (work,)
         self.sites = _sites(_sizes(work))
         self.network = _slowest([_network(group) for group in self.groups]) if work.groups else None
-        self._communicators = _communicators(_sizes(work), degrees_of(layout), tuple(columns))
+        self._communicators = _communicators(_sizes(work), communicator_degrees(layout), tuple(columns))
 
     def column(self, column: Column) -> LayoutCosts:
         """A column: each of its pipeline ranks, and what is least of them."""

@@ -113,11 +113,6 @@ def communicators(layout: Layout, name: CommunicatorName, pipeline: int) -> Iter
         yield from [tuple(rank for row in rows for rank in row)] if name == "tensor" else map(tuple, rows)
 
 
-def ranks_per_stage(layout: Layout) -> int:
-    """Devices of one pipeline rank."""
-    return layout.data_parallel_degree * layout.context_parallel_degree * layout.tensor_parallel_degree
-
-
 def widest_tensor_group(layout: Layout, domain_devices: int) -> Group:
     """The tensor-parallel group that crosses most nodes."""
     return _widest(layout.devices, domain_devices, 1, layout.tensor_parallel_degree)
@@ -158,7 +153,7 @@ def _is_contiguous(layout: Layout) -> bool:
     return layout.rank_order == "tp-cp-dp-pp" or 1 in degrees
 
 
-def degrees_of(layout: Layout) -> Layout:
+def communicator_degrees(layout: Layout) -> Layout:
     """The layout as far as its communicators go, to be looked up by."""
     names = ("data", "tensor", "pipeline", "context", "expert")
     degrees = {f"{name}_parallel_degree": getattr(layout, f"{name}_parallel_degree") for name in names}

@@ -117,15 +117,6 @@ class Simulation:
         return tuple(tuple(transfers_of(self, rank)) for rank in range(self.schedule.ranks))
 
     @property
-    def link_seconds(self) -> dict[tuple[int, int], float]:
-        """By (sending rank, receiving rank): time of all transfers; over the makespan, it is the link's occupancy."""
-        seconds: dict[tuple[int, int], float] = {}
-        for transfer in (each for sent in self.transfers for each in sent):
-            link = transfer.source, transfer.target
-            seconds[link] = seconds.get(link, 0) + transfer.end_seconds - transfer.start_seconds
-        return seconds
-
-    @property
     def critical_actions(self) -> tuple[Action, ...]:
         """One longest chain of actions, first to last, each waiting for the one before or for what it sent."""
         graph = self.graph
