@@ -100,3 +100,10 @@ def test_seconds_that_no_step_takes_are_told() -> None:
     absurd = profile(layer(forward=1e300) * 2)
     with pytest.raises(SpecError, match="takes 1e\\+300 s"):
         plan(request(absurd, cluster(2), job(2)), absurd)
+
+
+def test_global_batches_that_no_step_takes_are_told() -> None:
+    """1e13 samples passed 64 bits: an OverflowError, or the word that nothing fits."""
+    model = profile(layer() * 4)
+    with pytest.raises(SpecError, match="micro-batches, one after the other, take"):
+        plan(request(model, cluster(2), job(10**13)), model)

@@ -19,7 +19,7 @@ from planner.cost.offload import Offload, is_offloading
 from planner.cost.placement import boundary_crosses_nodes
 from planner.cost.pricing import LayerCost, LayerPricing, known_prices
 from planner.cost.shared import SharedCost, SkipCost, shared_costs, skip_costs
-from planner.cost.ticks import ticks
+from planner.cost.ticks import check_step, ticks
 from planner.cost.workload import Workload, modes_of
 from planner.errors import MismatchError, UnsupportedError
 from planner.spec.cluster import Link
@@ -128,6 +128,7 @@ def priced(work: Workload, layout: Layout, groups: Groups, *, network: Link | No
         LayoutError: the global batch does not divide.
         MismatchError, UnsupportedError: the profile has no such rows, or the host is not known that the layout offloads
             to.
+        SpecError: seconds that no step takes.
     """
     micro_batches = layout.micro_batches(work.job.global_batch_size)
     rows = _rows(work, layout)
@@ -141,6 +142,7 @@ def priced(work: Workload, layout: Layout, groups: Groups, *, network: Link | No
     if is_offloading(layout):
         offload = Offload.of(work, layout, _gathered_bytes(layout, distinct.values()))
         distinct = {index: offload.costs(options) for index, options in distinct.items()}
+    check_step(micro_batches, sum(count * _longest(distinct[index]) for index, count in _counted(alike)))
     layers = tuple(map(distinct.__getitem__, alike))
     return LayoutCosts(
         work=work,
@@ -152,6 +154,10 @@ def priced(work: Workload, layout: Layout, groups: Groups, *, network: Link | No
         skips=skip_costs(work, layout),
         reduction_latency_ticks=_reduction_latency_ticks(work, layout, groups),
     )
+
+
+def _longest(options: Mapping[RecomputeMode, LayerCost]) -> int:
+    return max(one.forward_ticks + one.backward_ticks for one in options.values())
 
 
 def _gathered_bytes(layout: Layout, layers: Iterable[Mapping[RecomputeMode, LayerCost]]) -> int:
