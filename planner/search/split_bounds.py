@@ -79,8 +79,8 @@ class Held:
     """What ZeRO shares out among replicas."""
 
     def left(self, at: Pipelines) -> Floats:
-        """P R - OGP; 0 or less where OGP alone is too much."""
-        left: Floats = at.ranks * self.room_bytes - self.whole_bytes - self.shared_bytes / at.replicas
+        """P R - OGP, rounded up by a byte; 0 or less where OGP alone is too much."""
+        left: Floats = at.ranks * self.room_bytes - self.whole_bytes - self.shared_bytes / at.replicas + 1.0
         return left
 
 

@@ -12,7 +12,9 @@ from planner.search import plan
 from planner.search.part_bounds import PartBounds
 from planner.search.parts import parts_of
 from planner.spec import Cluster, Job, ModelProfile, Plan
+from tests.brute_force import Priced
 from tests.builders import cluster, job, layer, link, profile, request
+from tests.search.test_brute_force import memory_of, tight_instances
 from tests.search.test_mixed import Case, cases
 from tests.strategies import Instance, instances
 
@@ -31,6 +33,37 @@ def no_part_beats_its_bound(model: ModelProfile, machines: Cluster, step: Job, m
 def test_no_part_beats_its_bound(instance: Instance) -> None:
     """Where nothing is bounded away no plan is faster; what has no layout at all has none."""
     no_part_beats_its_bound(instance.profile, instance.cluster, instance.job)
+
+
+@settings(max_examples=25)
+@given(tight_instances())
+def test_no_stage_map_that_fits_beats_the_bound_of_its_family(case: tuple[Instance, list[Priced]]) -> None:
+    """On devices that hold exactly what some stage map needs: all that fit are no faster, whatever they recompute."""
+    instance, priced = case
+    (whole,) = parts_of(instance.cluster)[-1:]
+    bounds = PartBounds(workload(instance.profile, instance.cluster, instance.job), [whole])
+    families = bounds.of_part(whole)
+    for one in priced:
+        if one.peak <= memory_of(instance):
+            layout = one.layout
+            degrees = (layout.tensor_parallel_degree, layout.context_parallel_degree, layout.expert_parallel_degree)
+            split = (layout.micro_batch_size, *degrees, layout.sequence_parallel)
+            least = families[split, layout.sequence_chunks, layout.pipeline_parallel_degree]
+            assert bounds.least[0] <= least <= one.nanoseconds
+
+
+def test_memory_and_time_bound_what_the_work_does_not() -> None:
+    """Where a rank holds what one micro-batch saves and no more, the step takes as long as all of it must lie there; on
+    large devices, as long as the work."""
+    model = profile(layer(activation=1_000_000) * 4)
+
+    def seconds(memory_bytes: int) -> float:
+        machines = cluster(4, memory_bytes=memory_bytes, intra=link(1e15))
+        (whole,) = parts_of(machines)[-1:]
+        families = PartBounds(workload(model, machines, job(64)), [whole]).of_part(whole)
+        return families[(1, 1, 1, 1, False), 1, 4] * TICK_SECONDS
+
+    assert seconds(1_100_000) > 1.2 * seconds(30_000_000)
 
 
 @settings(max_examples=5)
