@@ -29,6 +29,15 @@ from planner.cli.console import words
 from planner.cli.failures import DONE, FAILED
 
 DEVICES, LAYERS = (64, 256, 1024, 4096, 16384), (20, 40, 80, 160)
+PARTS = (
+    ("llama-3.1-70b", "h100", 1024, 1024, None, 0.0),
+    ("llama-3.1-70b", "h100", 1024, 1024, 20.0, 0.0),
+    ("deepseek-v3", "h800", 2048, 2048, None, 0.0),
+    ("deepseek-v3", "h800", 2048, 2048, 20.0, 0.0),
+    ("llama-3.1-405b", "h100", 16384, 1024, None, 0.05),
+)
+"""Arguments of `search_cases.parts`."""
+QUICK_PARTS = (("llama-3.1-8b", "h100", 64, 1024, None, 0.0), ("llama-3.1-8b", "h100", 64, 1024, 20.0, 0.0))
 INSTANCES = 200
 PROVE_SECONDS = 60.0
 QUICK_DEVICES, QUICK_LAYERS, QUICK_INSTANCES = (64, 256), (20, 40), 10
@@ -66,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-CASES = ("small", "70b", "405b", "deepseek", "devices", "layers", "skips", "partitions", "winners")
+CASES = ("small", "70b", "405b", "deepseek", "parts", "devices", "layers", "skips", "partitions", "winners")
 
 
 def tasks(arguments: argparse.Namespace) -> list[Task]:
@@ -81,11 +90,12 @@ def tasks(arguments: argparse.Namespace) -> list[Task]:
             for each in (1024, 4096)
         ),
         Task("deepseek", _PLANS, "large", ("deepseek", "deepseek-v3", "h800", 2048, 2048, 5.0, limit)),
+        *(Task("parts", _PLANS, "parts", each) for each in (QUICK_PARTS if quick else PARTS)),
         *(Task("devices", _PLANS, "on_devices", (each, limit)) for each in devices),
         *(Task("layers", _PLANS, "of_layers", (each, limit)) for each in layers),
         Task("skips", _PLANS, "different", (40 if quick else 200,)),
         Task("skips", _PLANS, "heterogeneous", ()),
-        *(Task("skips", _PLANS, "different_groups", (40 if quick else 200, share)) for share in (10, 1)),
+        *(Task("skips", _PLANS, "different", (40 if quick else 200, share)) for share in (10, 1)),
         Task("partitions", _PARTS, "partitions", (arguments.data,)),
         Task("winners", _PARTS, "winners", (arguments.data,)),
     ]

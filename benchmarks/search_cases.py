@@ -6,12 +6,14 @@ import random
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 
-from benchmarks.search_rows import CHECKED, NOT_SEARCHED, Planned, Row
+from benchmarks.search_rows import CHECKED, NOT_SEARCHED, PROVEN_GAP, Planned, Row
 from planner.errors import PlannerError
 from planner.search import make_request, plan
 from planner.spec import Cluster, Infeasible, Job, Link, ModelProfile, NodeGroup, Options, Plan
@@ -30,6 +32,9 @@ H800_LINK = Link(latency_seconds=4e-6, bandwidth_bytes_per_second=200e9)
 """NVLink of the H800: 400 GB/s both ways together; in all else that matters here it is an H100."""
 GROWTH_MODEL, GROWTH_SAMPLES = "llama-3.1-70b", 1024
 LAYERS_DEVICES = 64
+PARTS_SECONDS, PROVE_PARTS_SECONDS = 10.0, 60.0
+PRICE_PER_HOUR = 2.0
+"""Of a device, in any currency."""
 DIFFERENT_SECONDS, DIFFERENT_GAP = 10.0, 0.01
 DIFFERENT_DEVICES, DIFFERENT_EDGES = 64, 20
 GROUPS = ("h100-sxm5-80gb", "a100-sxm4-80gb", "a100-sxm4-40gb")
@@ -90,6 +95,33 @@ def large(case: str, model: str, device: str, devices: int, samples: int, second
     return [row]
 
 
+def parts(model: str, device: str, devices: int, samples: int, deadline: float | None, most_gap: float) -> list[Row]:
+    """A model of the catalogue on any part of a large cluster: the cheapest token, or the fewest devices in time.
+
+    Args:
+        model: of the catalogue.
+        device: of the cluster.
+        devices: of all of it.
+        samples: of a batch.
+        deadline: of a step, in seconds; None: the price counts.
+        most_gap: that is left after the time limit; 0: the plan is to be proven.
+    """
+    seconds = PARTS_SECONDS if most_gap == 0 else PROVE_PARTS_SECONDS
+    wish = "cost" if deadline is None else f"devices, step <= {deadline:g} s"
+    row = _planned(
+        "parts",
+        f"{model}, up to {devices} {device.upper()}, {samples} samples, {wish}",
+        lambda: counted_profile(model, sequence_length=SEQUENCE_LENGTH),
+        _cluster(devices, H800_LINK if device == "h800" else None, PRICE_PER_HOUR),
+        samples,
+        target=f"proven <= {seconds:g} s" if most_gap == 0 else f"proven or gap <= {most_gap:.0%} in {seconds:g} s",
+        limit=PROVE_PARTS_SECONDS,
+        meets=lambda made: made.is_within(max(most_gap, PROVEN_GAP)) and (most_gap > 0 or made.seconds <= seconds),
+        wish={"objective": "cost"} if deadline is None else {"objective": "devices", "deadline_seconds": deadline},
+    )
+    return [row]
+
+
 def on_devices(devices: int, limit: float) -> list[Row]:
     """The same model and batch on more and more devices."""
     row = _planned(
@@ -130,36 +162,25 @@ def equal_layers(count: int) -> ModelProfile:
     return whole.model_copy(update={"model": f"{count} equal layers", "layers": layers, "edges": ()})
 
 
-def different(layers: int) -> list[Row]:
-    """Layers of which no two are alike, with skip edges, on equal nodes."""
-    row = _planned(
-        "skips",
-        f"{layers} different layers, {DIFFERENT_EDGES} skip edges",
-        lambda: different_layers(layers),
-        different_cluster(),
-        256,
-        target=f"proven or gap <= {DIFFERENT_GAP:.0%} in {DIFFERENT_SECONDS:g} s",
-        limit=DIFFERENT_SECONDS,
-        meets=lambda made: made.is_within(DIFFERENT_GAP),
-        sequence_length=builders.SEQUENCE_LENGTH,
-    )
-    return [row]
-
-
-def different_groups(layers: int, share: int) -> list[Row]:
-    """Layers of which no two are alike, with skip edges, on three groups of different devices: all of it at once.
+def different(layers: int, share: int | None = None) -> list[Row]:
+    """Layers of which no two are alike, with skip edges: on equal nodes, or on three groups of different devices.
 
     Args:
         layers: of the model.
-        share: parameters and bytes are those of the case on equal nodes divided by this; 1: memory is tight.
+        share: on node groups: parameters and bytes are those of the case on equal nodes divided by this; 1: memory is
+            tight. None: on equal nodes.
     """
-    model = as_counted(different_layers(layers, share))
-    billions = sum(layer.parameters for layer in model.layers) / 1e9
+    name = f"{layers} different layers, {DIFFERENT_EDGES} skip edges"
+    model, cluster = different_layers(layers, share or 1), different_cluster()
+    if share is not None:
+        model, cluster = as_counted(model), group_cluster()
+        billions = sum(layer.parameters for layer in model.layers) / 1e9
+        name += f", {len(GROUPS)} groups, {billions:.0f} B parameters"
     row = _planned(
         "skips",
-        f"{layers} different layers, {DIFFERENT_EDGES} skip edges, {len(GROUPS)} groups, {billions:.0f} B parameters",
+        name,
         lambda: model,
-        group_cluster(),
+        cluster,
         256,
         target=f"proven or gap <= {DIFFERENT_GAP:.0%} in {DIFFERENT_SECONDS:g} s",
         limit=DIFFERENT_SECONDS,
@@ -239,10 +260,14 @@ def heterogeneous() -> list[Row]:
     return [row]
 
 
-def _cluster(devices: int, intra: Link | None = None) -> Cluster:
+def _cluster(devices: int, intra: Link | None = None, price_per_hour: float | None = None) -> Cluster:
     """Nodes of eight H100; `intra`: with another link inside."""
     group = NodeGroup(
-        device="h100-sxm5-80gb", nodes=devices // DEVICES_PER_NODE, devices_per_node=DEVICES_PER_NODE, intra_node=intra
+        device="h100-sxm5-80gb",
+        nodes=devices // DEVICES_PER_NODE,
+        devices_per_node=DEVICES_PER_NODE,
+        intra_node=intra,
+        price_per_hour=price_per_hour,
     )
     return Cluster(node_groups=(group,))
 
@@ -259,11 +284,12 @@ def _planned(
     meets: Callable[[Planned], bool] = lambda made: made.is_proven,
     size: int = 0,
     sequence_length: int = SEQUENCE_LENGTH,
+    wish: Mapping[str, Any] = MappingProxyType({}),
 ) -> Row:
     """Plan, measure, and check the plan."""
     began = time.perf_counter()
     profile = profile_of()
-    job = Job(global_batch_size=samples, sequence_length=sequence_length)
+    job = Job(global_batch_size=samples, sequence_length=sequence_length, **wish)
     request = make_request(profile, cluster, job, Options(time_limit_seconds=limit))
     loaded, processor = time.perf_counter(), time.process_time()
     found = plan(request, profile)
