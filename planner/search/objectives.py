@@ -6,13 +6,13 @@ step_time   the fastest step on all devices; of a heterogeneous cluster, on any 
             devices; most never are                                                                    -> _raced()
 cost        the least price of a token (J2), over all parts of the cluster. One best-first search goes through all parts
             and their layouts together: what is open has a least price, bound x the part's price per second, and the
-            least comes next. A part that is not entered yet has the bound of its number of devices (K5); most never
-            come to be entered                                                                       -> _cheapest()
+            least comes next. A part that is not entered yet has the bound of its number of devices (K10), and families
+            keep theirs when it is; most never come to be entered                               -> _cheapest()
             (J5) first of all comes a plan to beat: parts whose devices divide all are looked into for any plan, the
             best of them is searched, then those with fewer devices, then those with more, as long as each is cheaper
             than the last                                                                           -> _Prices.climbed()
 devices     the fewest devices whose step meets the deadline, ties by step. Parts come in the order of their devices,
-            each searched below the deadline only, those left out that (K5) excludes; the first that has a plan is
+            each searched below the deadline only, those left out that (K10) excludes; the first that has a plan is
             searched to its end                                                                      -> _fewest()
 
 Bounds and gap are told in seconds on the plan's devices. Under `cost` the bound is what a step there would have to take
