@@ -151,7 +151,7 @@ def first_chunk(cost: LayerCost, chunks: int) -> tuple[int, int, int]:
     return forward, of_input + weight // chunks, weight // chunks
 
 
-def any_order_bound(costs: LayoutCosts, totals: Totals, in_flight: Sequence[int] | None = None) -> int:
+def any_order_bound(costs: LayoutCosts, totals: Totals, in_flight: Sequence[float] | None = None) -> int:
     """Ticks that no stage map beats under any schedule, with any number of stages per rank: (B1), (B3)'s mean, (B4)
     and (B5); with micro-batches that every rank holds at least, also (B6)."""
     backward = totals.backward
@@ -222,7 +222,7 @@ def host_room_bytes(costs: LayoutCosts) -> int | None:
     return costs.work.host_capacity_bytes if is_offloading(costs.layout) else None
 
 
-def may_fit(costs: LayoutCosts, totals: Totals, in_flight: Sequence[int]) -> bool:
+def may_fit(costs: LayoutCosts, totals: Totals, in_flight: Sequence[float]) -> bool:
     """False only if no stage map can fit: a relaxation that spreads bytes freely over the stages, in the devices'
     memory and in the hosts'."""
     host = host_room_bytes(costs)
@@ -233,7 +233,7 @@ def may_fit(costs: LayoutCosts, totals: Totals, in_flight: Sequence[int]) -> boo
     return totals.activation_bytes <= _most_activations(room_bytes(costs), totals.ogp_bytes, in_flight)
 
 
-def _most_activations(room: int, ogp: int, in_flight: Sequence[int]) -> float:
+def _most_activations(room: int, ogp: int, in_flight: Sequence[float]) -> float:
     """Bytes of one micro-batch's activations for which there may be room on all stages together; less than none: OGP
     alone does not fit.
 

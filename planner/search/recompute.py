@@ -8,15 +8,14 @@ other(s) those of them that no mode changes:
     (R2)  fixed + sum over s of n(t,s) u(s) + temp <= room, temp >= temp(l,r) z(l,r),
           chunks * u(s) >= other(s) + sum over l of s and r of act(l,r) z(l,r)                    -> _counted()
     (R3)  minimise sum of b(l,r) z(l,r)                                                         -> _counted()
-    (R4)  of choices that take the same, the one that leaves more to the lower stages: sum of place(s) r z(l,r), with
-          the places of the stage on the rank and of the mode among the layer's, is least             -> _counted()
+    (R4)  of choices that take the same, the one whose lower stages keep less: sum of place(s) k(r) z(l,r) is least,
+          with the place of the stage on the rank, and k of the mode among the layer's, most bytes first -> _counted()
 
 Layers of a stage that cost the same are counted, not placed: z becomes a whole number of them, and CP-SAT chooses.
 
-    (R5)  where only one kind of layer has a choice, every mode keeps less than the one before it, and no moment holds
-          less of a stage than of a higher one, no way to place numbers of layers in every mode keeps less than most
-          recomputation in the lowest stages, which is also that of (R4) (rearrangement inequality): so all numbers are
-          looked at                                                                               -> _of_one_kind()
+    (R5)  where only one kind of layer has a choice, and no moment holds less of a stage than of a higher one, no way to
+          place numbers of layers in every mode keeps less than the leanest modes in the lowest stages, which is also
+          that of (R4) (rearrangement inequality): so all numbers are looked at                   -> _of_one_kind()
 """
 
 from __future__ import annotations
@@ -97,8 +96,13 @@ def fewest_ticks(held: Held) -> tuple[int, tuple[tuple[int, ...], ...]] | None:
 def _is_sorted(held: Held, choosers: Collection[Kind]) -> bool:
     """Does (R5) hold?"""
     falls = all(before >= behind for moment in held.moments for before, behind in pairwise(moment))
-    leaner = all(before[0] >= behind[0] for kind in choosers for before, behind in pairwise(kind))
-    return len(choosers) == 1 and held.chunks == 1 and falls and leaner
+    return len(choosers) == 1 and held.chunks == 1 and falls
+
+
+@lru_cache(maxsize=4096)
+def _by_bytes(kind: Kind) -> tuple[int, ...]:
+    """Its modes, those that keep most first."""
+    return tuple(sorted(range(len(kind)), key=lambda mode: (-kind[mode][0], mode)))
 
 
 def _of_one_kind(held: Held, chooser: Kind) -> tuple[int, _Counts] | None:
@@ -106,10 +110,11 @@ def _of_one_kind(held: Held, chooser: Kind) -> tuple[int, _Counts] | None:
     amounts = [kinds.count(chooser) for kinds in held.stages]
     others = [[kind[0] for kind in kinds if kind != chooser] for kinds in held.stages]
     counts = compositions(sum(amounts), len(chooser))
-    # The layers in a mode follow those that recompute more: [way, mode], with the last mode first.
+    # The layers in a mode follow those in leaner ones: [way, mode], with the last mode first.
     stops = counts[:, ::-1].cumsum(axis=1)[:, ::-1]
     starts = stops - counts
-    activation, backward, temporary = np.array(chooser, dtype=np.int64).T
+    order = np.array(_by_bytes(chooser))
+    activation, backward, temporary = np.array(chooser, dtype=np.int64)[order].T
     places = np.repeat(np.arange(len(amounts)), amounts)
     fixed = [own + sum(mode[0] for mode in each) for own, each in zip(held.other_bytes, others, strict=True)]
     moments = np.array(held.moments, dtype=np.int64)
@@ -125,7 +130,7 @@ def _of_one_kind(held: Held, chooser: Kind) -> tuple[int, _Counts] | None:
     heights = np.cumsum(np.pad(places, (1, 0)))
     lower = (heights[stops[least]] - heights[starts[least]]) @ np.arange(len(chooser))
     way = least[lower.argmin()]
-    modes = np.repeat(np.arange(len(chooser))[::-1], counts[way][::-1])
+    modes = np.repeat(order[::-1], counts[way][::-1])
     every = [np.bincount(modes[places == stage], minlength=len(chooser)) for stage in range(len(amounts))]
     rest = sum(mode[1] for each in others for mode in each)
     return int(ticks.min()) + rest, tuple(
@@ -170,7 +175,8 @@ def _counted(
         for kind, amount in kinds:
             counts[-1].append([model.new_int_var(0, amount, "") for _ in kind])
             model.add(sum(counts[-1][-1]) == amount)
-            for index, (mode, count) in enumerate(zip(kind, counts[-1][-1], strict=True)):
+            places = np.argsort(_by_bytes(kind)).tolist()
+            for index, mode, count in zip(places, kind, counts[-1][-1], strict=True):
                 is_used = model.new_bool_var("")
                 model.add(count <= amount * is_used)
                 model.add(temporary >= mode[2] * is_used)

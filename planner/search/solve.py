@@ -37,6 +37,7 @@ from planner.search.dealt import (
     ranks_of,
     stage_ranks,
     traits_of,
+    wholly_held,
 )
 from planner.search.dealt_recompute import PerLayer, fewest_modes
 from planner.search.inside import NO_LIMIT, Inside, LayoutSearch, Outcome, first_plan, limits_of
@@ -195,11 +196,11 @@ def _orders(state: State, one: Open, group: Group) -> Iterator[Open]:
             bound = max(one.bound_ticks, any_order_bound(group.costs, totals, units if is_free else None))
             words = [word for word in alike if word != "per-layer"]
             layers = PerLayer.of(group.costs, modes, words) if is_free else Uniform.of(group.costs, modes)
-            yield Open(bound, (*one.order, place), Alike(group, layers, tuple(orders)))
+            yield Open(bound, (*one.order, place), Alike(group, totals, layers, tuple(orders)))
 
 
 def _alike(one: Open, alike: Alike) -> Iterator[Open]:
-    """Every order that may fit, dealt."""
+    """Every order that may fit, whatever the cut, and as it is dealt."""
     for place, order in enumerate(alike.orders):
         layers, numbers = alike.layers, alike.numbers(order)
         if order.schedule == SYNTHESIZED and isinstance(layers, Uniform):
@@ -208,8 +209,12 @@ def _alike(one: Open, alike: Alike) -> Iterator[Open]:
             if least is not None:
                 yield Open(max(one.bound_ticks, least), (*one.order, place), unordered)
             continue
+        units = wholly_held(*numbers)
+        if not may_fit(alike.group.costs, alike.totals, units):
+            continue
         if isinstance(layers, PerLayer):
-            yield Open(one.bound_ticks, (*one.order, place), DealtPerLayer(alike.group.costs_of(order), layers))
+            bound = max(one.bound_ticks, any_order_bound(alike.group.costs, alike.totals, units))
+            yield Open(bound, (*one.order, place), DealtPerLayer(alike.group.costs_of(order), layers))
             continue
         ranks, traits = stage_ranks(*numbers), traits_of(*numbers)
         sizes = layers.dealt(ranks)

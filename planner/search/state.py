@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, field, replace
 
 from planner.cost import TICK_SECONDS, LayoutCosts, Workload
+from planner.search.bounds import Totals
 from planner.search.dealt import Uniform
 from planner.search.dealt_recompute import PerLayer
 from planner.search.inside import NO_LIMIT
@@ -46,6 +47,7 @@ class Alike:
     """Those of a group whose stage map is dealt and whose layers recompute by one rule: all alike, or per layer."""
 
     group: Group
+    totals: Totals
     layers: Uniform | PerLayer
     orders: tuple[Order, ...]
 
