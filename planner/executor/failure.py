@@ -106,7 +106,7 @@ def read_stopped(folder: Path) -> StoppedError:
     if not path.exists():
         return read_late(folder, seconds=math.inf) or StoppedError(
             "the run was told to stop (SIGTERM), and kept nothing of the steps since the last checkpoint.",
-            mend="keep checkpoints (checkpoint_dir).",
+            mend="resume to go on from the newest checkpoint; where none is kept, give checkpoint_dir.",
         )
     note = json.loads(path.read_text(encoding="utf-8"))
     return StoppedError(
