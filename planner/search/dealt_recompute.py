@@ -34,6 +34,7 @@ from planner.schedule import Schedule, find
 from planner.schedule.in_flight import in_flight_vectors
 from planner.search.bounds import trades
 from planner.search.dealt import Traits, Uniform, deal
+from planner.search.inside import NO_LIMIT
 from planner.search.recompute import Held, fewest_ticks, kind_of
 from planner.search.segments import LayerModes, uniform_modes
 from planner.spec.layout import RecomputeWord
@@ -148,27 +149,35 @@ def fastest_modes(modes: Sequence[LayerModes]) -> tuple[LayerModes, ...]:
     return tuple(known[id(each)] for each in modes)
 
 
-def fewest_modes(costs: LayoutCosts, layers: PerLayer, sizes: Sequence[int], schedule: Schedule) -> StageMap | None:
+def fewest_modes(
+    costs: LayoutCosts, layers: PerLayer, sizes: tuple[int, ...], schedule: Schedule, *, limit_ticks: int = NO_LIMIT
+) -> StageMap | None:
     """Stages of so many layers that recompute as little as every rank's memory permits: equation (E7); None when it
-    permits no choice.
+    permits no choice, or none that takes fewer ticks than the limit.
 
     Args:
         costs: of the layout.
         layers: its layers.
         sizes: layers of every stage.
         schedule: that the layout names, built.
+        limit_ticks: of the step; only what may be faster matters.
     """
     plain = layers.fastest.stage_map(sizes)
     chosen = list(map(list, plain))
     stages = choose(costs, plain)
-    for row in stage_memory(costs, stages, schedule):
+    again, moments = np.zeros(schedule.ranks, dtype=np.int64), in_flight_vectors(schedule)
+    fullest_first = sorted(stage_memory(costs, stages, schedule), key=lambda row: row.capacity_bytes - row.peak_bytes)
+    for row in fullest_first:
         if not row.fits_host:
             return None
         if row.fits:
             continue
         mine = schedule.stages_of(row.pipeline_rank)
-        found = fewest_ticks(_held(costs, layers, stages, schedule, row))
+        found = fewest_ticks(_held(costs, layers, stages, mine, moments[row.pipeline_rank], row))
         if found is None:
+            return None
+        again[row.pipeline_rank] = found[0] - sum(cost.backward_ticks for stage in mine for _, cost in stages[stage])
+        if layers.fastest.bound(sizes, schedule.stage_ranks, ends_low=False, again=again) >= limit_ticks:
             return None
         for stage, places in zip(mine, found[1], strict=True):
             pairs = zip(plain[stage], places, strict=True)
@@ -180,12 +189,12 @@ def _held(
     costs: LayoutCosts,
     layers: PerLayer,
     stages: Sequence[Sequence[tuple[int, LayerCost]]],
-    schedule: Schedule,
+    mine: Sequence[int],
+    moments: tuple[tuple[int, ...], ...],
     row: RankMemory,
 ) -> Held:
     """A rank's question, told by its memory in the fastest modes: all that no mode changes is what it holds besides."""
-    rank, mine = row.pipeline_rank, schedule.stages_of(row.pipeline_rank)
-    moments, units = in_flight_vectors(schedule)[rank], [unit_bytes(costs, stages, stage) for stage in mine]
+    units = [unit_bytes(costs, stages, stage) for stage in mine]
     in_flight = max(sum(count * unit for count, unit in zip(held, units, strict=True)) for held in moments)
     temporary = max(cost.temporary_bytes for stage in mine for _, cost in stages[stage])
     return Held(

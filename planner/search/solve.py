@@ -282,8 +282,10 @@ def _dealt_per_layer(state: State, one: Open, layout: DealtPerLayer) -> Iterator
             yield Open(max(one.bound_ticks, least), one.order, replace(layout, sizes=sizes))
         return
     state.solved += 1
-    found = per_layer_candidate(layout)
-    if found is not None:
+    found = per_layer_candidate(layout, state.limit_ticks)
+    if found is None:
+        state.close(one)
+    else:
         state.bounds[one.order] = replace(one, bound_ticks=found.ticks)
         state.take(found)
 
@@ -325,11 +327,12 @@ def dealt_candidate(layout: Dealt) -> Candidate | None:
     return Candidate(costs, schedule, stage_map, evaluate(costs, schedule, stages))
 
 
-def per_layer_candidate(layout: DealtPerLayer) -> Candidate | None:
-    """The only plan of a layout whose stages and recomputation follow from rules; None when it does not fit, or when
-    all layers recompute alike in their fastest modes: that is another layout."""
+def per_layer_candidate(layout: DealtPerLayer, limit_ticks: int = NO_LIMIT) -> Candidate | None:
+    """The only plan of a layout whose stages and recomputation follow from rules; None when it does not fit, when it
+    surely does not beat the limit, or when all layers recompute alike in their fastest modes: that is another layout.
+    """
     costs, schedule = layout.costs, layout_schedule(layout.costs)
-    stage_map = fewest_modes(costs, layout.layers, layout.sizes, schedule)
+    stage_map = fewest_modes(costs, layout.layers, layout.sizes, schedule, limit_ticks=limit_ticks)
     if stage_map is None or layout.layers.is_twin(stage_map):
         return None
     stages = choose(costs, stage_map)
