@@ -211,7 +211,12 @@ class Uniform:
         return tuple(each // unit for each in self.work)
 
     def bound(
-        self, sizes: tuple[int, ...], ranks: tuple[int, ...], *, ends_low: bool, again: _Sizes | None = None
+        self,
+        sizes: tuple[int, ...],
+        ranks: tuple[int, ...],
+        *,
+        ends_low: bool,
+        again: _Sizes | NDArray[np.float64] | None = None,
     ) -> int:
         """Ticks that these stages take at least, transfers for nothing: (E3), and (E4) where ranks end low.
 

@@ -106,12 +106,10 @@ class PerLayer:
         rates, freed = rates / weights, freed * weights
         order = np.lexsort((rates, ranks))
         rates, freed, ranks = rates[order], freed[order], ranks[order]
-        before = np.concatenate([[0.0], freed.cumsum()[:-1]])
-        first = np.searchsorted(ranks, np.arange(len(lacking)))
-        before -= before[np.minimum(first, len(before) - 1)][ranks]
-        ticks = rates * np.clip(lacking[ranks] - before, 0, freed)
-        again: _Floats = np.bincount(ranks, weights=ticks, minlength=len(lacking)) * _LESS
-        return again
+        before = freed.cumsum() - freed
+        first = np.minimum(np.searchsorted(ranks, np.arange(len(lacking))), len(before) - 1)
+        ticks = rates * np.clip(lacking[ranks] - before + before[first][ranks], 0, freed)
+        return np.asarray(_LESS * np.bincount(ranks, weights=ticks, minlength=len(lacking)), dtype=np.float64)
 
     @cached_property
     def _rounded_work(self) -> tuple[int, ...]:

@@ -168,7 +168,7 @@ def _counted(
     counts: list[list[list[cp_model.IntVar]]] = []
     ticks: list[cp_model.LinearExprT] = []
     lower: list[cp_model.LinearExprT] = []
-    units: list[cp_model.LinearExprT] = []
+    units: list[cp_model.LinearExpr | cp_model.IntVar] = []
     for place, kinds in enumerate(stages):
         saved: list[cp_model.LinearExprT] = [other_bytes[place]]
         counts.append([])
@@ -183,11 +183,13 @@ def _counted(
                 saved.append(mode[0] * count)
                 ticks.append(mode[1] * count)
                 lower.append(place * index * count)
-        units.append(sum(saved) if chunks == 1 else _rounded_up(model, sum(saved), chunks, room_bytes))
+        whole = cp_model.LinearExpr.sum(saved)
+        units.append(whole if chunks == 1 else _rounded_up(model, whole, chunks, room_bytes))
     for held in moments:
-        model.add(temporary + sum(number * unit for number, unit in zip(held, units, strict=True)) <= room_bytes)
+        taken = [temporary, *(number * unit for number, unit in zip(held, units, strict=True))]
+        model.add(cp_model.LinearExpr.sum(taken) <= room_bytes)
     weight = 1 + sum(place * len(kind) * amount for place, kinds in enumerate(stages) for kind, amount in kinds)
-    model.minimize(weight * sum(ticks) + sum(lower))
+    model.minimize(weight * cp_model.LinearExpr.sum(ticks) + cp_model.LinearExpr.sum(lower))
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 0
