@@ -85,7 +85,7 @@ def jobs(draw: st.DrawFn) -> Job:
     )
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(sources(), jobs(), st.sampled_from([1, 2, 4]))
 def test_plans_of_any_small_model_are_built_as_predicted(source: ModelSource, job: Job, devices: int) -> None:
     """The independent check finds nothing, the executor takes the plan, and every rank holds the predicted bytes."""
