@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.errors import SpecError
+from planner.errors import DocumentError, SpecError
 from planner.executor.failure import read_failure, write_failure
 from planner.search import plan
+from planner.spec import Cluster, parse
 from planner.spec.profile import RecomputeMode
 from profiler.cut import cut_model
 from profiler.models import load_model
@@ -107,3 +108,11 @@ def test_global_batches_that_no_step_takes_are_told() -> None:
     model = profile(layer() * 4)
     with pytest.raises(SpecError, match="micro-batches, one after the other, take"):
         plan(request(model, cluster(2), job(10**13)), model)
+
+
+@pytest.mark.parametrize("field", ["nodes", "devices_per_node"])
+def test_clusters_that_nobody_has_are_refused(field: str) -> None:
+    """2^63 nodes, a slip, let the planner count them for ever."""
+    data = {"node_groups": [{"device": "a100-sxm4-80gb", "nodes": 1, "devices_per_node": 8, field: 2**63}]}
+    with pytest.raises(DocumentError, match=f"{field}.*give a number at most"):
+        parse(Cluster, data)

@@ -122,8 +122,8 @@ class NodeGroup(Document):
     device: str | DeviceSpec
     """Catalogue id (`planner devices`) or an inline device. The command line also takes the path of a device document,
     from where the cluster document stands."""
-    nodes: int = Field(ge=1)
-    devices_per_node: int = Field(ge=1)
+    nodes: int = Field(ge=1, le=1_000_000)
+    devices_per_node: int = Field(ge=1, le=10_000)
     intra_node: Link | None = None
     """Also between nodes that these links join (NVL72). None: by the device's scale-up links, else over the host."""
     inter_node: Link | None = None
