@@ -11,8 +11,8 @@ Under schedules whose stages are dealt (`planner.search.dealt`), beside the layo
           2022, "Reducing Activation Recomputation in Large Transformer Models", section 5)
     (E8)  where a rank's layers do not fit in their fastest modes, each takes a part of the modes that free most bytes
           per tick, as the linear relaxation of the multiple-choice knapsack has it (Sinha, Zoltners 1979): so many
-          ticks its micro-batches take more at least, with which (E3) and (E4) hold; of all ranks, by what (E5) says
-          they hold                                                                      -> PerLayer.least_ticks()
+          ticks its micro-batches take more at least, with which (E3), (E4) and those of
+          `planner.search.first_gradient` hold; of all ranks, by what (E5) says they hold   -> PerLayer.least_ticks()
 
 Ranks that all fit in the fastest modes are the layout that recomputes alike in them, and no other one.
 """
@@ -34,6 +34,7 @@ from planner.schedule import Schedule, find
 from planner.schedule.in_flight import in_flight_vectors
 from planner.search.bounds import trades
 from planner.search.dealt import Traits, Uniform, deal
+from planner.search.first_gradient import FirstGradients
 from planner.search.inside import NO_LIMIT
 from planner.search.recompute import Held, fewest_ticks, kind_of
 from planner.search.segments import LayerModes, uniform_modes
@@ -85,14 +86,28 @@ class PerLayer:
         return deal(self._rounded_work, stage_ranks)
 
     def least_ticks(
-        self, sizes: tuple[int, ...], stage_ranks: tuple[int, ...], traits: Traits, held: _Numbers
+        self,
+        sizes: tuple[int, ...],
+        stage_ranks: tuple[int, ...],
+        traits: Traits,
+        held: _Numbers,
+        first: FirstGradients | None = None,
     ) -> int | None:
         """Ticks that these stages take at least, when so many units of every stage are held at once: equation (E8);
-        None only if some rank overflows whatever recomputes."""
+        None only if some rank overflows whatever recomputes.
+
+        Args:
+            sizes: layers of every stage.
+            stage_ranks: pipeline rank of every stage.
+            traits: of the schedule.
+            held: units of every stage that are held at once.
+            first: of the schedule, where (E9) and (E10) hold.
+        """
         if self._leanest.lacking_bytes(sizes, stage_ranks, held).max() > 0:
             return None
         again = self._again(sizes, stage_ranks, held)
-        return self.fastest.bound(sizes, stage_ranks, ends_low=traits.ends_low, again=again)
+        least = self.fastest.bound(sizes, stage_ranks, ends_low=traits.ends_low, again=again)
+        return least if first is None else max(least, first.least_ticks(self.fastest, sizes, stage_ranks, again))
 
     def _again(self, sizes: tuple[int, ...], stage_ranks: tuple[int, ...], held: _Numbers) -> _Floats:
         """Ticks that a micro-batch takes every rank more at least."""

@@ -40,6 +40,7 @@ from planner.search.dealt import (
     wholly_held,
 )
 from planner.search.dealt_recompute import PerLayer, fewest_modes
+from planner.search.first_gradient import layout_first_gradients
 from planner.search.inside import NO_LIMIT, Inside, LayoutSearch, Outcome, first_plan, limits_of
 from planner.search.least_work import LeastWork, by_layer
 from planner.search.loads import portions, priced_bound
@@ -277,7 +278,7 @@ def _dealt_per_layer(state: State, one: Open, layout: DealtPerLayer) -> Iterator
     if not layout.sizes:
         ranks, traits = ranks_of(costs), layout_traits(costs)
         sizes = layers.dealt(ranks)
-        least = layers.least_ticks(sizes, ranks, traits, layout_held(costs))
+        least = layers.least_ticks(sizes, ranks, traits, layout_held(costs), layout_first_gradients(costs))
         if least is not None:
             yield Open(max(one.bound_ticks, least), one.order, replace(layout, sizes=sizes))
         return

@@ -56,8 +56,7 @@ def test_every_catalogue_model_is_counted(name: str):
     shared = sum(each.parameters * (len(each.layers) - 1) for each in found.shared_parameters)
     assert sum(layer.parameters for layer in found.layers) - shared == entry.parameters
     degrees = {row.tensor_parallel_degree for row in found.layers[1].measurements}
-    able = set(load_model(name).tensor_parallel_degrees()) if len(degrees) > 1 else {1}
-    assert degrees == able
+    assert degrees == set(load_model(name).tensor_parallel_degrees())
 
 
 def test_blocks_share_their_rows():
