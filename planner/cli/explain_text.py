@@ -10,6 +10,7 @@ from planner.cli.console import bold, table
 from planner.cli.units import GIB
 from planner.search import Account
 from planner.search.account import EQUATIONS
+from planner.spec.words import counted
 
 MOST_COLUMNS = 8
 """Stages or ranks side by side; of more, those in between are left out."""
@@ -23,7 +24,7 @@ def explanation_text(account: Account) -> str:
     """Stages per micro-batch, ranks per step, memory, and the constants that are not the defaults."""
     ranks = account.ranks
     parts = [
-        f"{bold('framework')} {account.framework}, {account.micro_batches} micro-batches; "
+        f"{bold('framework')} {account.framework}, {counted(account.micro_batches, 'micro-batch')}; "
         f"rank {account.last_rank} ends last",
         _table("each stage and micro-batch, ms", account.stages, "_seconds", 1e3, "stage"),
         _table("each pipeline rank and step, ms", ranks, "_seconds", 1e3, "pipeline_rank"),

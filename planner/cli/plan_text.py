@@ -9,6 +9,7 @@ from planner.cli.console import bar, bold, table
 from planner.cli.units import GIB, gibibytes, percent, scaled, seconds
 from planner.spec import Forecast, Infeasible, Layout, Plan, Prediction
 from planner.spec.plan import Alternative, Miss, RankMemory, SearchReport, Stage
+from planner.spec.words import counted
 
 BAR_WIDTH = 20
 DEGREES = {"data_parallel_degree": "data", "tensor_parallel_degree": "tensor", "pipeline_parallel_degree": "pipeline"}
@@ -89,7 +90,7 @@ def _sum(shares: Sequence[int]) -> str:
 
 def _micro_batches(found: Plan | Forecast) -> str:
     """Of every data-parallel rank, or of the one that has most."""
-    return f"{'up to ' if found.layout.has_uneven_shares else ''}{found.micro_batches} micro-batches"
+    return f"{'up to ' if found.layout.has_uneven_shares else ''}{counted(found.micro_batches, 'micro-batch')}"
 
 
 def proof_line(search: SearchReport) -> str:
@@ -104,8 +105,8 @@ def _counts(search: SearchReport) -> str:
     left = search.layouts_considered - search.layouts_pruned - search.layouts_solved
     parts = f" of {search.clusters_considered} parts of the cluster" if search.clusters_considered > 1 else ""
     return (
-        f"{search.layouts_considered} layouts{parts} considered, {search.layouts_pruned} pruned by their bound, "
-        f"{search.layouts_solved} solved{f', {left} left open' if left else ''}, in {seconds(search.seconds)}"
+        f"{counted(search.layouts_considered, 'layout')}{parts} considered, {search.layouts_pruned} pruned by their "
+        f"bound, {search.layouts_solved} solved{f', {left} left open' if left else ''}, in {seconds(search.seconds)}"
     )
 
 
@@ -114,7 +115,7 @@ def _subject(plan: Plan) -> str:
     model = request.model or (request.profile.model if request.profile else f"profile {request.profile_id[:12]}")
     devices, there = len(plan.placement), request.cluster.devices
     if devices == there:
-        return f"{model} on {devices} devices of {request.cluster.name}"
+        return f"{model} on {counted(devices, 'device')} of {request.cluster.name}"
     return f"{model} on {devices} of the {there} devices of {request.cluster.name}, {_nodes(plan)}"
 
 

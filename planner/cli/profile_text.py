@@ -9,6 +9,7 @@ from planner.cli.units import gibibytes, percent, scaled, seconds
 from planner.spec import LayerProfile, Measurement, ModelProfile
 from planner.spec.profile import BYTES_PER_ELEMENT
 from planner.spec.recipes import ParameterCount, recipe
+from planner.spec.words import counted
 
 HEADER = (
     "kind",
@@ -56,7 +57,7 @@ def _head(profile: ModelProfile) -> str:
     parameters = sum(layer.parameters for layer in profile.layers) - shared
     ogp = recipe("fp32" if BYTES_PER_ELEMENT[profile.dtype] == 4 else "bf16-mixed", "adamw")
     return (
-        f"{bold(profile.model)} on {profile.device}, {profile.dtype}: {len(profile.layers)} layers, "
+        f"{bold(profile.model)} on {profile.device}, {profile.dtype}: {counted(len(profile.layers), 'layer')}, "
         f"{scaled(parameters)} parameters, OGP with AdamW {gibibytes(ogp.total_bytes(ParameterCount(parameters)))}"
     )
 

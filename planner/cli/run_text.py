@@ -8,15 +8,15 @@ from planner.cli.console import bold, table
 from planner.cli.units import gibibytes, percent, scaled, seconds
 from planner.spec import MeasuredRun, Plan
 from planner.spec.measured import MeasuredRank
+from planner.spec.words import counted
 
 
 def run_text(plan: Plan, measured: MeasuredRun) -> str:
     """Losses, step time and memory per rank, predicted and measured."""
     trained = measured.losses_by_step
     first, last = trained[min(trained)], trained[max(trained)]
-    head = (
-        f"{bold('run')} {measured.model} by plan {measured.plan_id[:12]} on {measured.devices}, {measured.steps} steps"
-    )
+    subject = f"{measured.model} by plan {measured.plan_id[:12]} on {measured.devices}"
+    head = f"{bold('run')} {subject}, {counted(measured.steps, 'step')}"
     parts = [head, f"{bold('loss')} {first:.4f} -> {last:.4f}"]
     if plan.id == measured.plan_id:
         parts += [_speed(plan, measured), _memory(plan, measured)]

@@ -14,6 +14,7 @@ from planner.executor.support import check_plan
 from planner.executor.weigh import decided
 from planner.spec.measured import Decision
 from planner.spec.plan import Infeasible, Plan
+from planner.spec.words import counted
 
 
 class Agreement:
@@ -57,9 +58,9 @@ class Agreement:
             self._tell_loss(*before, roster, kept)
         plan = self._plan_of(roster)
         if before is not None or plan.id != self._plan.id:
-            predicted = plan.prediction.step_seconds
+            predicted, devices = plan.prediction.step_seconds, counted(len(plan.placement), "device")
             text = (
-                f"go on from step {kept} on {len(plan.placement)} devices of {roster} by plan {plan.id[:12]}, "
+                f"go on from step {kept} on {devices} of {roster} by plan {plan.id[:12]}, "
                 f"predicted {predicted:.3f} s a step"
             )
             figures = {"devices": len(plan.placement), "predicted_step_seconds": predicted}
@@ -80,14 +81,15 @@ class Agreement:
         if end is not None and end["how"] != "stopped":
             return
         if end is not None:
-            text = f"told to stop on {before} after {trained} steps; {roster} left"
+            text = f"told to stop on {before} after {counted(trained, 'step')}; {roster} left"
             self._decide(decided(trained, "lost", text, figures))
             return
-        text = f"nodes or ranks of {before} were lost after {trained} steps; {roster} left, {kept} steps are kept"
+        left = f"{roster} left, {counted(kept, 'step')} kept"
+        text = f"nodes or ranks of {before} were lost after {counted(trained, 'step')}; {left}"
         self._decide(decided(trained, "lost", text, figures))
-        if self._journal.broken() > self._restarts:
+        if (broken := self._journal.broken()) > self._restarts:
             raise RunError(
-                f"nodes or ranks were lost {self._journal.broken()} times, and {self._restarts} restarts were allowed.",
+                f"nodes or ranks were lost {counted(broken, 'time')}; restarts allowed: {self._restarts}.",
                 field="restarts",
                 mend="look why they are lost; the run can be resumed.",
             )

@@ -25,6 +25,7 @@ from planner.executor.torchrun import Ended, Log, StepLine, Torchrun
 from planner.executor.weigh import Pace, Rebalancer, Weighed, decided, look_for_drift, weigh, weigh_drift
 from planner.spec.measured import Decision, MeasuredRun, Segment
 from planner.spec.plan import Infeasible, Plan
+from planner.spec.words import counted
 
 DEFAULT_RESTARTS = 3
 DEFAULT_COOLDOWN_SECONDS = 300.0
@@ -165,7 +166,7 @@ class Elastic:
         chosen = usable[: len(self._plan.placement)]
         if len(chosen) < len(self._plan.placement):
             raise RunError(
-                f"the plan needs {len(self._plan.placement)} devices, and {len(chosen)} are usable.",
+                f"the plan needs {counted(len(self._plan.placement), 'device')}, of which {len(chosen)} can be used.",
                 field="devices",
                 mend="plan for those that are there.",
             )
@@ -206,7 +207,7 @@ class Elastic:
         found = self._ask(len(usable), step)
         if found is not None:
             faster = found.prediction.step_seconds / launch.pace.plan.prediction.step_seconds
-            reason = f"{len(found.placement)} devices are there again"
+            reason = f"there are {counted(len(found.placement), 'device')} again"
             self._move(weigh(launch.pace, found, faster, step=step, steps=self._settings.steps, reason=reason))
 
     def _watch_drift(self, launch: _Launch, step: int) -> None:
@@ -236,11 +237,13 @@ class Elastic:
         self._restarts += 1
         names = ", ".join(map(str, ended.killed))
         figures = {"ranks_lost": len(lost), "devices_left": len(usable), "steps_trained": trained, "steps_kept": kept}
-        text = f"rank {names} was killed after {trained} steps; {len(usable)} devices are left, {kept} steps are kept"
+        rank = "rank" if len(lost) == 1 else "ranks"
+        left = f"{counted(len(usable), 'device')} left, {counted(kept, 'step')} kept"
+        text = f"{rank} {names} killed after {counted(trained, 'step')}; {left}"
         self._decide(trained, "lost", text, figures)
         if self._restarts > self._policy.restarts:
             raise RunError(
-                f"ranks were killed {self._restarts} times, and {self._policy.restarts} restarts were allowed.",
+                f"ranks were killed {counted(self._restarts, 'time')}; restarts allowed: {self._policy.restarts}.",
                 field="restarts",
                 mend="look why they are killed; the run can be resumed.",
             ) from ended.error
@@ -249,7 +252,7 @@ class Elastic:
         self._decide(
             kept,
             "moved",
-            f"go on from step {kept} on {len(self._plan.placement)} devices by plan {self._plan.id[:12]}, "
+            f"go on from step {kept} on {counted(len(self._plan.placement), 'device')} by plan {self._plan.id[:12]}, "
             f"predicted {self._plan.prediction.step_seconds:.3f} s a step",
             {"devices": len(self._plan.placement), "predicted_step_seconds": self._plan.prediction.step_seconds},
         )
@@ -258,7 +261,7 @@ class Elastic:
         found = self._ask(devices, step) if devices else None
         if found is None:
             raise RunError(
-                f"no plan can be run on the {devices} devices that are left.",
+                f"no plan can be run on what is left: {counted(devices, 'device')}.",
                 field="devices",
                 mend="resume when more are there; the checkpoints are kept.",
             )
@@ -272,13 +275,13 @@ class Elastic:
             if isinstance(found, Plan):
                 check_plan(found)
                 if len(found.placement) > devices or any(row.node for row in found.placement):
-                    raise UnsupportedError(f"the plan needs more than {devices} devices of one node.")
+                    raise UnsupportedError(f"the plan needs more than {counted(devices, 'device')} of one node.")
                 return found
             reason = "; ".join(found.reasons)
         except PlannerError as error:
             reason = str(error)
         figures = {"devices": float(devices), "planning_seconds": time.monotonic() - begun}
-        self._decide(step, "stayed", f"no plan for {devices} devices: {reason}", figures)
+        self._decide(step, "stayed", f"no plan for {counted(devices, 'device')}: {reason}", figures)
         return None
 
     def _decide(self, step: int, kind: str, text: str, figures: Mapping[str, float]) -> None:

@@ -12,6 +12,7 @@ from planner.errors import RunError
 from planner.executor.memory import CPU_ALLOCATOR, HostMemoryError, allocator_error, peak_bytes
 from planner.executor.mesh import Mesh
 from planner.spec.plan import Alternative, Plan, RankMemory
+from planner.spec.words import gibibytes
 
 CUDA_ALLOCATOR = re.compile(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB|TiB)")
 UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -42,16 +43,16 @@ def ran_out(
     if isinstance(error, HostMemoryError):
         return _host_ran_out(error, plan, row, rank=rank, where=where, host_bytes=host_bytes)
     asked = asked_bytes(error)
-    wanted = "more memory" if asked is None else f"{asked} bytes more"
+    wanted = "more memory" if asked is None else f"{gibibytes(asked)} more"
     whose = " for the replica that has the least room" if plan.replicas_differ else ""
     promised = (
         "the plan has no prediction"
         if row is None
-        else f"the plan predicted a peak of {row.peak_bytes} of {row.capacity_bytes} bytes{whose}"
+        else f"the plan predicted a peak of {gibibytes(row.peak_bytes)} of {gibibytes(row.capacity_bytes)}{whose}"
     )
-    needed = used_bytes + (asked or 0)
+    needed, used = used_bytes + (asked or 0), gibibytes(used_bytes)
     return RunError(
-        f"rank {rank} ran out of memory {where}: it asked for {wanted} at a peak of {used_bytes}; {promised}.",
+        f"rank {rank} ran out of memory {where}: it asked for {wanted} at a peak of {used}; {promised}.",
         field="memory",
         mend=_mend(plan, needed, None if row is None else row.peak_bytes),
     )
@@ -61,15 +62,16 @@ def _host_ran_out(
     error: HostMemoryError, plan: Plan, row: RankMemory | None, *, rank: int, where: str, host_bytes: int
 ) -> RunError:
     kind = "pinned host memory" if error.is_pinned else "host memory"
-    room = "an unknown share" if row is None or row.host_capacity_bytes is None else f"{row.host_capacity_bytes} bytes"
+    capacity = None if row is None else row.host_capacity_bytes
+    room = "an unknown share" if capacity is None else gibibytes(capacity)
     promised = (
         "the plan has no prediction"
         if row is None
-        else f"the plan predicted {row.host_bytes} bytes of this rank there, of {room}"
+        else f"the plan predicted {gibibytes(row.host_bytes)} of this rank there, of {room}"
     )
     return RunError(
-        f"rank {rank} ran out of {kind} {where}: it asked for {error.asked_bytes} bytes more beside {host_bytes} that "
-        f"it has offloaded; {promised}.",
+        f"rank {rank} ran out of {kind} {where}: it asked for {gibibytes(error.asked_bytes)} more beside "
+        f"{gibibytes(host_bytes)} that it has offloaded; {promised}.",
         field="host_memory_bytes",
         mend=_host_mend(plan),
     )
@@ -121,6 +123,6 @@ def _described(found: Alternative) -> str:
     return (
         f"data {layout.data_parallel_degree} x tensor {layout.tensor_parallel_degree} x pipeline "
         f"{layout.pipeline_parallel_degree}, micro-batch {layout.micro_batch_size}, {layout.schedule}, recompute "
-        f"{layout.recompute}, with a predicted peak of {found.peak_bytes} bytes, {100 * found.slowdown:.1f} % slower; "
-        "plan with --fix to get it"
+        f"{layout.recompute}, with a predicted peak of {gibibytes(found.peak_bytes)}, {100 * found.slowdown:.1f} % "
+        "slower; plan with --fix to get it"
     )

@@ -18,6 +18,7 @@ from planner.errors import DocumentError, MismatchError
 from planner.spec.cluster import Cluster, NodeGroup
 from planner.spec.document import read
 from planner.spec.plan import Plan
+from planner.spec.words import counted
 
 Seat = tuple[int, int]
 """A node, as the nodes found each other, and a device of it."""
@@ -84,7 +85,7 @@ def _in_words(devices: tuple[int, ...], group: str) -> str:
     counts = f"{', '.join(map(str, others))} and {last}" if others else str(last)
     kind = f"{group} " if group else ""
     noun = "device" if counts == "1" else "devices"
-    return f"{len(devices)} {kind}{'node' if len(devices) == 1 else 'nodes'} of {counts} {noun}"
+    return f"{counted(len(devices), f'{kind}node')} of {counts} {noun}"
 
 
 def kinds(cluster: Cluster) -> tuple[NodeGroup, ...]:

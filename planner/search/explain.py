@@ -11,10 +11,11 @@ from planner.search.orders import recompute_wish
 from planner.search.result import Candidate, Found
 from planner.search.segments import choices
 from planner.search.synthesized import order_gap
-from planner.search.words import changes_text, degrees_text, gibibytes, seconds_text
+from planner.search.words import changes_text, degrees_text, seconds_text
 from planner.spec.job import Job
 from planner.spec.layout import Layout
 from planner.spec.plan import Alternative, Miss, Overtaking, Prediction, Relaxation, SearchReport, Sensitivity
+from planner.spec.words import counted, gibibytes
 
 _PARTS = {
     "compute_seconds": "computation",
@@ -104,7 +105,7 @@ def explanation(best: Candidate, prediction: Prediction, found: Found) -> tuple[
     )
     fullest = max(prediction.memory, key=lambda row: row.peak_bytes / row.capacity_bytes)
     return (
-        f"{degrees_text(layout)}, {best.costs.micro_batches} micro-batches of {layout.micro_batch_size} "
+        f"{degrees_text(layout)}, {counted(best.costs.micro_batches, 'micro-batch')} of {layout.micro_batch_size} "
         f"under {layout.schedule}: {prediction.step_seconds:.4g} s per step.",
         *_objective_text(best.costs.work.job, found),
         f"The step is {spent}.",
@@ -131,14 +132,16 @@ def _host_text(prediction: Prediction) -> tuple[str, ...]:
 def _objective_text(job: Job, found: Found) -> tuple[str, ...]:
     """Which part of the cluster, and why, where the job leaves that open."""
     devices, parts = found.part.devices, found.report.clusters_considered
+    used = counted(devices, "device")
     match job.objective:
         case "cost":
+            train = "trains" if devices == 1 else "train"
             among = "" if found.report.optimal else " of the plans found"
-            return (f"Of {parts} parts of the cluster, {devices} devices train a token at the least price{among}.",)
+            return (f"Of {counted(parts, 'part')} of the cluster, {used} {train} a token at the least price{among}.",)
         case "devices":
+            fewest = f"{'is' if devices == 1 else 'are'} the fewest{'' if found.report.optimal else ' found'}"
             return (
-                f"{devices} devices are the fewest {'' if found.report.optimal else 'found '}whose step meets the "
-                f"deadline of {job.deadline_seconds:g} s: "
+                f"{used} {fewest} whose step meets the deadline of {job.deadline_seconds:g} s: "
                 f"of the cluster's parts {parts} {'was' if parts == 1 else 'were'} looked at, fewest devices first.",
             )
     return ()
@@ -165,7 +168,8 @@ def _proof_text(report: SearchReport, job: Job) -> str:
     )
     left = report.layouts_considered - report.layouts_solved - report.layouts_pruned
     return (
-        f"Of {report.layouts_considered} layouts {report.layouts_solved} were solved and {report.layouts_pruned} "
+        f"Of {counted(report.layouts_considered, 'layout')} {report.layouts_solved} "
+        f"{'was' if report.layouts_solved == 1 else 'were'} solved and {report.layouts_pruned} "
         f"excluded by their bounds{f', {left} left open' if left else ''}; {proof}."
     )
 

@@ -26,6 +26,7 @@ from planner.schedule.synthesized import NAME
 from planner.search.bounds import BOUNDED
 from planner.search.chunks import CHUNKED, Rows
 from planner.search.standing import Standing
+from planner.search.words import constraint_text
 from planner.spec.job import Constraint, Range
 from planner.spec.layout import RecomputeWord
 from planner.spec.profile import RecomputeMode
@@ -193,12 +194,3 @@ def _takes(name: str, shape: Shape) -> bool:
     except LayoutError:
         return False
     return True
-
-
-def constraint_text(constraint: Constraint | None) -> str:
-    """A constraint in words, such as ``1..4`` or ``1f1b or zb-v``."""
-    if isinstance(constraint, Range):
-        return f"{constraint.min}..{constraint.max}"
-    if isinstance(constraint, tuple):
-        return " or ".join(map(str, constraint))
-    return str(constraint)

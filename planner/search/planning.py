@@ -55,6 +55,7 @@ from planner.spec.job import Job
 from planner.spec.layout import Layout, PredictionLayout
 from planner.spec.plan import Forecast, Infeasible, Options, Plan, PlannedLayer, PlanRequest, RankMemory, Stage
 from planner.spec.profile import ModelProfile
+from planner.spec.words import counted, gibibytes
 
 _PREDICT_SECONDS = 60.0
 
@@ -187,7 +188,7 @@ def _too_slow(job: Job, ended: Contest) -> Infeasible:
     return Infeasible(
         reasons=(
             f"no plan of any part of the cluster meets the deadline of {job.deadline_seconds} s per step; the fastest "
-            f"on all {ended.winner.part.devices} devices takes {ended.missed_seconds:.6g} s",
+            f"on all {counted(ended.winner.part.devices, 'device')} takes {ended.missed_seconds:.6g} s",
         ),
         search=ended.report,
     )
@@ -197,19 +198,19 @@ def _infeasible(work: Workload, space: Space, found: Found, limits: Limits) -> I
     nearest = misses(found)
     helps = remedies(work, nearest, limits) if found.report.optimal else ()
     if not found.report.optimal:
-        reason = f"no plan was found within the time limit over {space.count} layouts; there may be one"
+        reason = f"no plan was found within the time limit over {counted(space.count, 'layout')}; there may be one"
     else:
         reason = (
-            f"none of the {space.count} layouts fits {work.device.id}: every stage map needs more than the "
-            f"{work.capacity_bytes} bytes that the job may use of its {work.device.memory_bytes}"
+            f"none of the {counted(space.count, 'layout')} fits {work.device.id}: every stage map needs more than the "
+            f"{gibibytes(work.capacity_bytes)} that the job may use of its {gibibytes(work.device.memory_bytes)}"
         )
         if any(family.offloading != NOTHING for family in space.families):
-            reason += f", or than the {work.host_capacity_bytes} bytes that are its part of its node's memory"
+            reason += f", or than the {gibibytes(work.host_capacity_bytes or 0)} that are its part of its node's memory"
     advice = [
         f"nearest: pipeline rank {miss.pipeline_rank} of data {miss.layout.data_parallel_degree} x tensor "
         f"{miss.layout.tensor_parallel_degree} x pipeline {miss.layout.pipeline_parallel_degree}, micro-batch "
-        f"{miss.layout.micro_batch_size}, needs {miss.needed_bytes} bytes{' of its host' * (miss.memory == 'host')}, "
-        f"{miss.missing_bytes} too many"
+        f"{miss.layout.micro_batch_size}, needs {gibibytes(miss.needed_bytes)}"
+        f"{' of its host' * (miss.memory == 'host')}, {gibibytes(miss.missing_bytes)} too much"
         for miss in nearest[:1]
         if found.report.optimal
     ]
@@ -280,7 +281,7 @@ def _check_virtual_stages(layout: Layout) -> None:
     entry, given = find(layout.schedule), layout.virtual_stages_per_rank
     if not entry.takes_virtual_stages(given):
         raise LayoutError(
-            f"the schedule {entry.name!r} does not put {given} stages on a rank.",
+            f"the schedule {entry.name!r} does not put {counted(given, 'stage')} on a rank.",
             field="layout.virtual_stages_per_rank",
             mend=f"give {entry.least_virtual_stages}, or another schedule.",
         )
@@ -322,7 +323,7 @@ def _check_stages(layout: PredictionLayout, costs: LayoutCosts) -> None:
     factors += f" * virtual_stages_per_rank({virtual})" if virtual > 1 else ""
     if stages > layer_count:
         raise LayoutError(
-            f"{factors} is more than the model's {layer_count} layers.",
+            f"{factors} is more than the model's {counted(layer_count, 'layer')}.",
             field="layout.pipeline_parallel_degree",
             mend=f"use at most {layer_count // virtual}.",
         )
@@ -397,11 +398,13 @@ def _forecast(
 def _overflows(row: RankMemory) -> Iterator[str]:
     if row.peak_bytes > row.capacity_bytes:
         yield (
-            f"pipeline rank {row.pipeline_rank} needs {row.peak_bytes} bytes, {row.peak_bytes - row.capacity_bytes} "
-            f"more than the {row.capacity_bytes} that the job may use"
+            f"pipeline rank {row.pipeline_rank} needs {gibibytes(row.peak_bytes)}, "
+            f"{gibibytes(row.peak_bytes - row.capacity_bytes)} more than the {gibibytes(row.capacity_bytes)} that the "
+            "job may use"
         )
     if row.host_capacity_bytes is not None and not row.fits_host:
         yield (
-            f"pipeline rank {row.pipeline_rank} needs {row.host_bytes} bytes of its node's memory, "
-            f"{row.host_bytes - row.host_capacity_bytes} more than the {row.host_capacity_bytes} that are its part"
+            f"pipeline rank {row.pipeline_rank} needs {gibibytes(row.host_bytes)} of its node's memory, "
+            f"{gibibytes(row.host_bytes - row.host_capacity_bytes)} more than the "
+            f"{gibibytes(row.host_capacity_bytes)} that are its part"
         )

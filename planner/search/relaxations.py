@@ -28,12 +28,13 @@ from planner.search.segments import choices
 from planner.search.solve import advance, begin
 from planner.search.space import space_of
 from planner.search.state import State
-from planner.search.words import gibibytes
+from planner.search.words import constraint_text
 from planner.spec.cluster import Cluster
 from planner.spec.devices import find_device
-from planner.spec.job import CONSTRAINABLE, Constraint, Job, Range
+from planner.spec.job import CONSTRAINABLE, Job
 from planner.spec.plan import Miss, Options, Relaxation
 from planner.spec.profile import ModelProfile
+from planner.spec.words import counted, gibibytes
 
 FULL_WORK = 6000
 """Parts of the space taken up for one relaxed problem."""
@@ -188,7 +189,7 @@ def _without_constraints(work: Workload) -> Iterator[_Change]:
     """The job without each of its constraints."""
     for name, constraint in work.job.constraints.items():
         others = {key: value for key, value in work.job.constraints.items() if key != name}
-        words = f"without {name} = {_constraint_text(constraint)}"
+        words = f"without {name} = {constraint_text(constraint)}"
         yield _Change(f"constraints.{name}", words, work.cluster, work.job.model_copy(update={"constraints": others}))
 
 
@@ -224,11 +225,5 @@ def _more_nodes(work: Workload) -> Iterator[_Change]:
     while group.nodes + more <= _MOST_TIMES * group.nodes:
         grown = group.model_copy(update={"nodes": group.nodes + more})
         cluster = work.cluster.model_copy(update={"node_groups": (grown, *work.cluster.node_groups[1:])})
-        yield _Change("devices", f"{more * group.devices_per_node} devices more", cluster, work.job)
+        yield _Change("devices", f"{counted(more * group.devices_per_node, 'device')} more", cluster, work.job)
         more = max(more + 1, more * 3 // 2)
-
-
-def _constraint_text(constraint: Constraint) -> str:
-    if isinstance(constraint, Range):
-        return f"{'' if constraint.min is None else constraint.min}..{'' if constraint.max is None else constraint.max}"
-    return " or ".join(map(str, constraint)) if isinstance(constraint, tuple) else str(constraint)

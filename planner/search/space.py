@@ -36,7 +36,6 @@ from planner.search.offloading import NOTHING, Offloading, check_offload_constra
 from planner.search.orders import (
     MOST_VIRTUAL_STAGES,
     Order,
-    constraint_text,
     orders_of,
     recompute_wish,
     recompute_words,
@@ -44,6 +43,7 @@ from planner.search.orders import (
 )
 from planner.search.standing import Degrees, Speeds, Standing, standings_of
 from planner.search.whole_sequences import check_asked_pieces
+from planner.search.words import constraint_text
 from planner.spec.job import WHOLE_PARAMETERS, Constraint, Job, allows
 from planner.spec.layout import Layout, RankOrder, ZeroStage
 

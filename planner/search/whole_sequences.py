@@ -8,7 +8,8 @@ from __future__ import annotations
 from planner.cost import Workload
 from planner.errors import UnsupportedError
 from planner.search.chunks import CHUNKED
-from planner.search.orders import constraint_text, schedules_of
+from planner.search.orders import schedules_of
+from planner.search.words import constraint_text
 from planner.spec.job import allows
 from planner.spec.layout import Layout
 from planner.spec.profile import ModelProfile

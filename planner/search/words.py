@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
+from planner.spec.job import Constraint, Range
 from planner.spec.layout import Layout
+from planner.spec.words import written
 
 _DEGREES = {
     "data_parallel_degree": "data",
@@ -52,12 +52,11 @@ def _value(value: object) -> str:
     return {True: "on", False: "off", None: "all"}[value] if isinstance(value, bool | None) else str(value)
 
 
-def gibibytes(count: int) -> str:
-    """``4 GiB``, ``1.25 GiB``, rounded up; small amounts in MiB or KiB."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{math.ceil(100 * count / size) / 100:g} {unit}"
-    return f"{count} bytes"
+def constraint_text(constraint: Constraint | None) -> str:
+    """A constraint in words, such as ``1..4``, ``..4``, ``false`` or ``1f1b or zb-v``."""
+    if isinstance(constraint, Range):
+        return "..".join("" if end is None else str(end) for end in (constraint.min, constraint.max))
+    return " or ".join(map(written, constraint)) if isinstance(constraint, tuple) else written(constraint)
 
 
 def seconds_text(seconds: float) -> str:

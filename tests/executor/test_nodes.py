@@ -225,7 +225,7 @@ def test_a_run_gives_up(agree: Any) -> None:
     with pytest.raises(RunError, match="no plan can be run on 1 node of 1 device: too large"):
         agreement.choose(Roster((1,)))
     begin(journal, 1, 1, launch="1.0")
-    with pytest.raises(RunError, match="lost 2 times, and 1 restarts were allowed"):
+    with pytest.raises(RunError, match="lost 2 times; restarts allowed: 1"):
         agreement.choose(Roster((1, 1)))
 
 

@@ -14,6 +14,7 @@ from planner.executor.offload import host_like
 from planner.executor.out_of_memory import asked_bytes, next_that_fits, ran_out
 from planner.spec import Layout, Plan
 from planner.spec.plan import Alternative, RankMemory
+from planner.spec.words import gibibytes
 from tests.executor.plans import make_plan, source_of
 
 CUDA = torch.OutOfMemoryError(
@@ -70,12 +71,12 @@ def test_all_is_told() -> None:
     plan = with_memory(make_plan(("a", "b"), (1, 1)), 60 * MIB, 70 * MIB, (65 * MIB, 0.01), (40 * MIB, 0.125))
     error = ran_out(CPU, plan, rank=3, pipeline=1, where="in step 2, in 1F5", used_bytes=80 * MIB)
     assert str(error).startswith(
-        f"memory: rank 3 ran out of memory in step 2, in 1F5: it asked for 4096 bytes more at a peak of {80 * MIB}; "
-        f"the plan predicted a peak of {60 * MIB} of {70 * MIB} bytes."
+        "memory: rank 3 ran out of memory in step 2, in 1F5: it asked for 4 KiB more at a peak of 80 MiB; "
+        "the plan predicted a peak of 60 MiB of 70 MiB."
     )
     mend = error.problems[0].mend
     assert "next alternative that fits: data 1 x tensor 4 x pipeline 1" in mend
-    assert f"recompute full, with a predicted peak of {40 * MIB} bytes, 12.5 % slower" in mend
+    assert "recompute full, with a predicted peak of 40 MiB, 12.5 % slower" in mend
 
 
 def test_what_the_prediction_missed_counts_for_alternatives() -> None:
@@ -100,7 +101,7 @@ def test_a_real_one(tmp_path: Path) -> None:
     executor = Executor(plan, source, data="synthetic", device="cpu", loss=loss)
     try:
         with pytest.raises(
-            RunError, match=rf"rank 0 ran out of memory in step 0, in 0F0: it asked for {TOO_MUCH_BYTES}"
+            RunError, match=rf"rank 0 ran out of memory in step 0, in 0F0: it asked for {gibibytes(TOO_MUCH_BYTES)}"
         ):
             executor.train(steps=1)
     finally:
@@ -119,8 +120,9 @@ def test_no_room_on_the_host_is_told_as_such() -> None:
         host_like(torch.empty(1).expand(TOO_MUCH_BYTES))
     told = ran_out(caught.value, plan, rank=2, pipeline=0, where="in step 1, in 0F3", used_bytes=MIB, host_bytes=700)
     assert str(told).startswith(
-        f"host_memory_bytes: rank 2 ran out of host memory in step 1, in 0F3: it asked for {4 * TOO_MUCH_BYTES} bytes "
-        "more beside 700 that it has offloaded; the plan predicted 5000 bytes of this rank there, of 9000 bytes."
+        "host_memory_bytes: rank 2 ran out of host memory in step 1, in 0F3: it asked for "
+        f"{gibibytes(4 * TOO_MUCH_BYTES)} more beside 700 bytes that it has offloaded; the plan predicted "
+        "4.89 KiB of this rank there, of 8.79 KiB."
     )
     assert "next alternative that offloads nothing: data 1 x tensor 4" in told.problems[0].mend
     pinned = ran_out(HostMemoryError(1, is_pinned=True), plan, rank=0, pipeline=0, where="there", used_bytes=0)

@@ -238,13 +238,12 @@ def test_predict_refuses_what_cannot_be_offloaded(layout: dict[str, Any], error:
 
 
 def test_predict_says_what_the_host_lacks() -> None:
-    """A layout whose activations do not fit the host does not fit, by as many bytes as they are more."""
+    """A layout whose activations do not fit the host does not fit, by as much as they are more."""
     wanted = PredictionLayout(pipeline_parallel_degree=2, activation_offload=True)
     told = predict(keeps_much(), hosted(host_mib=100), job(8), wanted)
     assert not told.fits
     assert told.reasons == (
-        f"pipeline rank 0 needs {80 * MIB} bytes of its node's memory, {30 * MIB} more than the {50 * MIB} that are "
-        "its part",
+        "pipeline rank 0 needs 80 MiB of its node's memory, 30 MiB more than the 50 MiB that are its part",
     )
     assert predict(keeps_much(), hosted(host_mib=160), job(8), wanted).fits
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from planner.search import Callbacks, plan
-from planner.search.words import gibibytes
 from planner.spec import Cluster, Infeasible, Job, ModelProfile, Plan
 from planner.spec.plan import Relaxation
+from planner.spec.words import gibibytes
 from planner.validate import check
 from tests.builders import cluster, job, layer, profile, request, with_recompute
 

@@ -1,0 +1,25 @@
+"""Numbers, bytes and values as people read them in messages."""
+
+from __future__ import annotations
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 device``, ``2 devices``, ``1 micro-batch``, ``2 micro-batches``."""
+    return f"{count} {noun if count == 1 else _plural(noun)}"
+
+
+def _plural(noun: str) -> str:
+    return f"{noun}es" if noun.endswith(("ch", "s", "x")) else f"{noun}s"
+
+
+def gibibytes(count: int) -> str:
+    """``4 GiB``, ``1.25 GiB``, rounded up; small amounts in MiB or KiB."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{-(-100 * count // size) / 100:.2f}".rstrip("0").rstrip(".") + f" {unit}"
+    return counted(count, "byte")
+
+
+def written(value: bool | int | str | None) -> str:
+    """As YAML and JSON have it: ``false``, ``null``, ``4``; strings without quotes."""
+    return {True: "true", False: "false", None: "null"}[value] if isinstance(value, bool | None) else str(value)
