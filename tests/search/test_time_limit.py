@@ -69,14 +69,14 @@ def planned(clock: Clock, seconds: float, callbacks: Callbacks | None = None) ->
 
 def test_all_of_an_answer_ends_soon_behind_the_limit(clock: Clock) -> None:
     """Alternatives, sensitivity and relaxations of a search that the limit ended take a second at most, and one piece
-    of work; alternatives are then those plans that the search came by."""
+    of work; alternatives are then those plans that the search came by, if it came by more than one."""
     whole, seconds = planned(clock, 600.0)
     assert whole.search.optimal
-    for limit in (seconds / 100, seconds / 10):
+    for limit, least in ((seconds / 100, 0), (seconds / 20, 1), (seconds / 10, 1)):
         found, took = planned(clock, limit)
         assert not found.search.optimal
         assert limit <= took <= limit + AFTERWARDS_SECONDS + 4 * WORK_SECONDS
-        assert found.alternatives
+        assert len(found.alternatives) >= least
         assert len({one.layout.model_dump_json() for one in found.alternatives}) == len(found.alternatives)
 
 
