@@ -108,7 +108,7 @@ def explanation(best: Candidate, prediction: Prediction, found: Found) -> tuple[
         f"{degrees_text(layout)}, {counted(best.costs.micro_batches, 'micro-batch')} of {layout.micro_batch_size} "
         f"under {layout.schedule}: {prediction.step_seconds:.4g} s per step.",
         *_objective_text(best.costs.work.job, found),
-        f"The step is {spent}.",
+        f"The step of the rank that ends last is {spent}.",
         f"The fullest device is on pipeline rank {fullest.pipeline_rank}: {fullest.peak_bytes / 2**30:.2f} of "
         f"{fullest.capacity_bytes / 2**30:.2f} GiB.",
         *_order_text(best),

@@ -58,6 +58,7 @@ class Breakdown(Document):
     """Exposed gradient reduction, shared parameters included."""
     optimizer_seconds: float
     bubble_seconds: float
+    """What this rank waits for others, transfers apart; others wait more or less: see `Prediction.bubble_fraction`."""
     offload_seconds: float = 0.0
     """Activations on their way to the host and back; those of optimizer states count as the optimizer's."""
 
@@ -108,7 +109,7 @@ class Prediction(Document):
     mfu: float | None
     """Model FLOPs / (step_seconds x devices x peak); None when the device's peak is not known."""
     bubble_fraction: float
-    """1 - busy / (ranks x makespan) of the pipeline schedule."""
+    """Mean of all ranks: 1 - busy / (ranks x makespan) of the pipeline schedule, from first action to last."""
     breakdown: Breakdown
     memory: tuple[RankMemory, ...]
 
