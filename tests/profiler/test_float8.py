@@ -18,13 +18,15 @@ from planner.cost.fp8 import told_fp8
 from planner.errors import SpecError, UnsupportedError
 from planner.executor.split_backward import backward_input
 from planner.spec.fp8 import DYNAMIC, Operand
+from profiler import float8_product as float8_product_module
 from profiler import low_bit, measure
 from profiler.count import Counter
 from profiler.count import profile as counted_profile
-from profiler.float8 import OF_COLUMNS, OF_ROWS, float8_modules, run_in_float8
+from profiler.float8 import OF_COLUMNS, OF_ROWS, OF_TOKENS, float8_modules, run_in_float8
 from profiler.float8_product import PLAIN, Parts, compiled, float8_product
 from profiler.low_bit import torchao
 from profiler.models import ModelSource, load_model
+from profiler.split_tensor import SplitTensor
 from tests.executor.plans import CONFIGS, GPT2, LLAMA
 from tests.profiler.test_saved import BATCH, RANDOM_STATE_BYTES, TOKENS, kept_bytes_of
 
@@ -93,6 +95,36 @@ class _Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("tokens", [16, 7])
+def test_torchs_products_in_fp8_give_what_emulation_gives(tokens: int, monkeypatch: pytest.MonkeyPatch):
+    """By the kernel that GPUs run, which torch has for CPUs too: operands laid out and padded as it wants them."""
+    seen: list[tuple[int, ...]] = []
+    scaled = torch._scaled_mm
+
+    def watch(left: Tensor, right: Tensor, **settings: Any) -> Tensor:
+        assert left.is_contiguous()
+        assert right.t().is_contiguous()
+        assert all(size % 16 == 0 for size in (left.shape[1], *right.shape))
+        seen.append((left.shape[0], *right.shape))
+        return scaled(left, right, **settings)
+
+    def run() -> tuple[Tensor, ...]:
+        given, weight = _random(tokens, 32), _random(48, 32, seed=1)
+        made = float8_product(given, weight.t())
+        return made, *torch.autograd.grad(made, (given, weight), _random(tokens, 48, seed=2).detach())
+
+    emulated = run()
+    assert not seen
+    monkeypatch.setattr(torch, "_scaled_mm", watch)
+    monkeypatch.setattr(float8_product_module, "multiplies_float8", lambda device: True)
+    monkeypatch.setattr(float8_product_module, "_kernels", lambda device: PLAIN)
+    float8_product_module._settings.cache_clear()
+    found = run()
+    float8_product_module._settings.cache_clear()
+    assert seen == [(tokens, 32, 48), (tokens, 48, 32), (48, 16, 32)]
+    assert all(torch.allclose(a, b, rtol=0.02, atol=0.02) for a, b in zip(found, emulated, strict=True))
+
+
 def test_a_split_backward_runs_each_product_once():
     """I multiplies for the input's gradient alone and W for the weight's; both give what one backward gives."""
     layer = nn.Linear(32, 48).bfloat16()
@@ -143,6 +175,39 @@ def test_shards_are_cast_as_the_whole_is(operands: frozenset[Operand], dimension
     assert torch.equal(torch.cat(together, 1), whole if dimension else of_given)
     summed = apart[0].float() + apart[1].float()
     assert torch.allclose(summed, (of_given if dimension else whole).float(), rtol=2e-2, atol=2e-1)
+
+
+class _FirstOfTwo:
+    """The first of two ranks; whatever it asks of the other, the answer is known."""
+
+    rank, ranks = 0, 2
+
+    def __init__(self, largest: Callable[[Tensor], Tensor]) -> None:
+        self.largest = largest
+
+    def enter(self, whole: Tensor) -> Tensor:
+        """Whole on every rank."""
+        return whole
+
+    def divide(self, length: int) -> bool:
+        """Into two."""
+        return length % 2 == 0
+
+
+def test_a_whole_layer_casts_split_heads_as_all_of_them_are_cast():
+    """Every rank has the weight, and runs it on heads of its own, all four of which one scale is for."""
+    layer = nn.Linear(32, 16).bfloat16()
+    run_in_float8(nn.ModuleList([layer]), ["0"])
+    heads, gradient = _random(2, 4, 8, 32), _random(2, 4, 8, 16, seed=1).detach()
+    whole = layer(heads)
+    (wanted,) = torch.autograd.grad(whole, heads, gradient)
+    wholes = {"input": heads, "weight": layer.weight, "gradient": gradient}
+    mine = heads.detach()[:, :2].requires_grad_()
+    ranks: Any = _FirstOfTwo(_exchange(wholes, OF_TOKENS))
+    made = layer(SplitTensor(mine, 1, ranks))
+    assert torch.equal(made.local, whole[:, :2])
+    (found,) = torch.autograd.grad(made.local, mine, gradient[:, :2])
+    assert torch.equal(found, wanted[:, :2])
 
 
 def test_an_expert_without_tokens_gets_no_gradient():
