@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from planner.errors import DocumentError
@@ -30,7 +30,7 @@ class Kernel:
     k: int = 0
     batch: int = 1
     """Products of this size in one run."""
-    is_linear: bool | None = None
+    is_linear: bool | None = field(default=None, kw_only=True)
     """See `planner.spec.profile.Operation`; told where a product only looks like a linear layer's."""
 
 
