@@ -47,9 +47,19 @@ def is_offloading(layout: Layout) -> bool:
 def missing_for_offload(work: Workload) -> tuple[str, str, str] | None:
     """Why a workload cannot offload: field, what is wrong with it, and how to mend it; None: it can."""
     if work.groups:
-        wrong = f"offloading is known for one node group, and the cluster has {len(work.groups)}."
+        wrong = f"offloading is known for one node group, and the layout runs on {len(work.groups)}."
         return "cluster.node_groups", wrong, "give one node group, or offload nothing."
-    group, field = work.cluster.node_groups[0], "cluster.node_groups[0]"
+    return missing_in_group(work, 0)
+
+
+def missing_in_group(work: Workload, place: int) -> tuple[str, str, str] | None:
+    """The same of a workload on one node group.
+
+    Args:
+        work: on it alone.
+        place: of the group, in the cluster that was asked for.
+    """
+    group, field = work.cluster.node_groups[0], f"cluster.node_groups[{place}]"
     mend = "give both host_memory_bytes of a node and host_bandwidth_bytes_per_second of its devices."
     if group.host_memory_bytes is None:
         return f"{field}.host_memory_bytes", "is not given, so nothing can be offloaded to the host.", mend

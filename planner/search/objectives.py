@@ -24,22 +24,22 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
 from planner.cost import TICK_SECONDS, Workload, workload
-from planner.cost.nearest import Split
 from planner.cost.workload import on_part, rearranged
 from planner.search.dive import dive_on_groups, is_poor
 from planner.search.inside import NO_LIMIT
 from planner.search.loads import part_ticks
+from planner.search.offloading import check_offload_constraints
 from planner.search.part_bounds import PartBounds
 from planner.search.parts import Part, arrangements, check_prices, parts_of, whole
 from planner.search.result import Callbacks, Progress
 from planner.search.solve import advance, begin, dive, search
-from planner.search.space import Family, Space, space_of
+from planner.search.space import Space, space_of
 from planner.search.state import State
 from planner.spec.plan import PlanRequest, SearchReport
 from planner.spec.profile import ModelProfile
@@ -92,7 +92,7 @@ class Contest:
     """How the search over parts ended."""
 
     winner: Contender
-    """The part with the best plan; without any plan, the whole cluster."""
+    """The part with the best plan; without any, the whole cluster, or the largest part that has layouts."""
     report: SearchReport
     """Over all parts that were searched."""
     missed_seconds: float | None = None
@@ -132,7 +132,7 @@ class _Field:
         silent = Callbacks(should_stop=self.callbacks.should_stop)
         state = begin(work, space, self.request.options, silent, ceiling)
         if self._bounds is not None:
-            _raise_bounds(state, self._bounds.of_part(part))
+            state.raise_bounds(self._bounds.of_part(part))
         state.deadline = self.deadline
         self._known[place] = Contender(part, work, space, state)
         self.all.append(self._known[place])
@@ -150,6 +150,11 @@ class _Field:
     def whole(self) -> Workload:
         """Of the whole cluster."""
         return workload(self.profile, self.request.cluster, self.request.job)
+
+    def spoken_of(self, one: Contender) -> Contender:
+        """Whose layouts are told of where none fits: its own, or, if it has none, those of the largest that has."""
+        others = (each for each in self.all if each.space.families)
+        return one if one.space.families else max(others, key=lambda each: each.part.devices, default=one)
 
     def settled_below(self, winner: Contender) -> bool:
         """Is nothing open on as many devices as the winner's, or fewer? More are forgotten."""
@@ -192,25 +197,15 @@ class _Field:
         )
 
 
-def _raise_bounds(state: State, least: Mapping[tuple[Split, int, int], float]) -> None:
-    """Families take no less than is known of them: (K10); those of which nothing fits are closed."""
-    families = [(one, one.item) for one in state.heap if isinstance(one.item, Family)]
-    state.heap.clear()
-    state.bounds.clear()
-    for one, family in families:
-        ticks = least.get((family.split, family.sequence_chunks, family.pipeline), 0.0)
-        if ticks < math.inf:
-            state.push(replace(one, bound_ticks=max(one.bound_ticks, int(ticks))))
-
-
 def contest(request: PlanRequest, profile: ModelProfile, callbacks: Callbacks) -> Contest:
     """Search for the plan that is best by the job's objective.
 
     Raises:
         DocumentError: a price is missing.
-        UnsupportedError: the cluster has too many parts.
+        UnsupportedError: the cluster has too many parts, or none where the job's constraints can be met.
     """
     field = _Field(request, profile, callbacks)
+    check_offload_constraints(field.whole)
     match request.job.objective:
         case "cost":
             return _cheapest(field)
@@ -223,12 +218,9 @@ def _fastest(field: _Field) -> Contest:
     parts = arrangements(field.request.cluster)
     if len(parts) > 1:
         return _raced(field, parts)
-    part = whole(field.request.cluster)
-    work = workload(field.profile, part.cluster, field.request.job)
-    space = space_of(work)
-    state = search(work, space, field.request.options, field.callbacks)
-    winner = Contender(part, work, space, state)
-    return Contest(winner, state.report())
+    space = space_of(field.whole)
+    state = search(field.whole, space, field.request.options, field.callbacks)
+    return Contest(Contender(whole(field.request.cluster), field.whole, space, state), state.report())
 
 
 def _raced(field: _Field, parts: Sequence[Part]) -> Contest:
@@ -403,7 +395,7 @@ def _fewest(field: _Field) -> Contest:
         winner = _first(field, [field.enter(part, ceiling) for part in by_devices[enough]])
         field.settled_below(winner or field.all[-1])
         return _ended(field, winner, 0, field.all[-1])
-    largest = field.enter(every[-1], ceiling)
+    largest = field.spoken_of(field.enter(every[-1], ceiling))
     ended = _ended(field, None, 0, largest)
     return replace(ended, missed_seconds=_fastest_seconds(field, largest))
 
@@ -472,7 +464,7 @@ def _ended(field: _Field, winner: Contender | None, bound_ticks: int, otherwise:
     field.tell_now(winner, report)
     for one in field.all:
         one.state.settle()
-    return Contest(winner or otherwise, report)
+    return Contest(winner or field.spoken_of(otherwise), report)
 
 
 def _report(field: _Field, winner: Contender | None, bound_ticks: int) -> SearchReport:

@@ -1,7 +1,7 @@
 """What the search may keep in the host's memory.
 
-(D14) nothing; activations; states of the optimizer; both: where the cluster is one node group that tells its hosts'
-      memory, and the device's link to its host is known                                     -> offloadings_of()
+(D14) nothing; activations; states of the optimizer; both: on parts of the cluster within one node group that tells its
+      hosts' memory, where the device's link to its host is known                            -> offloadings_of()
       activations: under ZeRO 0 to 2, of whole sequences, by layers that recompute nothing, under schedules whose
       backwards are full                                                                     -> orders_offloading()
       nothing where replicas differ
@@ -16,7 +16,7 @@ from itertools import product
 from typing import NamedTuple
 
 from planner.cost import Workload
-from planner.cost.offload import missing_for_offload
+from planner.cost.offload import missing_for_offload, missing_in_group
 from planner.errors import UnsupportedError
 from planner.search.chunks import Rows
 from planner.search.orders import Order, splits_backward
@@ -47,15 +47,18 @@ def offloadings_of(work: Workload, constraints: dict[str, Constraint]) -> tuple[
 
 
 def check_offload_constraints(work: Workload) -> None:
-    """Refuse constraints that ask for offloading where it cannot be priced.
+    """Refuse constraints that ask for offloading where it cannot be priced on any part of the cluster.
+
+    Args:
+        work: of the whole cluster; a plan may use one of its node groups alone.
 
     Raises:
-        UnsupportedError: names what the cluster does not tell.
+        UnsupportedError: names what the cluster does not tell, of its first node group.
     """
-    missing = missing_for_offload(work)
+    missing = [missing_in_group(group, place) for place, group in enumerate(work.groups or (work,))]
     for field in ("activation_offload", "optimizer_offload"):
-        if missing and not allows(work.job.constraints.get(field), False):
-            where, wrong, mend = missing
+        if missing[0] and None not in missing and not allows(work.job.constraints.get(field), False):
+            where, wrong, mend = missing[0]
             raise UnsupportedError(
                 f"offloading is asked for, and {where}: {wrong}", field=f"job.constraints.{field}", mend=mend
             )

@@ -188,7 +188,7 @@ def _too_slow(job: Job, ended: Contest) -> Infeasible:
     return Infeasible(
         reasons=(
             f"no plan of any part of the cluster meets the deadline of {job.deadline_seconds} s per step; the fastest "
-            f"on all {counted(ended.winner.part.devices, 'device')} takes {ended.missed_seconds:.6g} s",
+            f"on {counted(ended.winner.part.devices, 'device')} takes {ended.missed_seconds:.6g} s",
         ),
         search=ended.report,
     )

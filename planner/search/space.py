@@ -32,7 +32,7 @@ from typing import NamedTuple
 from planner.cost import Workload
 from planner.errors import UnsupportedError
 from planner.search.chunks import CHUNKS, Rows, chunks_of
-from planner.search.offloading import NOTHING, Offloading, check_offload_constraints, offloadings_of, orders_offloading
+from planner.search.offloading import NOTHING, Offloading, offloadings_of, orders_offloading
 from planner.search.orders import (
     MOST_VIRTUAL_STAGES,
     Order,
@@ -150,13 +150,11 @@ def space_of(work: Workload) -> Space:
     """All layouts of a workload that the job's constraints permit: equations (D1) to (D14).
 
     Raises:
-        UnsupportedError: a constraint asks for what the search does not choose, or the cluster or model does not
-            permit.
+        UnsupportedError: a constraint asks for what the search does not choose, or the model does not permit.
         UnknownNameError: a constraint names an unknown schedule.
     """
     check_constraints(work.job)
     check_asked_pieces(work)
-    check_offload_constraints(work)
     found = tuple(families(work, dict(work.job.constraints)))
     return Space(found, () if found else _reasons(work))
 

@@ -193,6 +193,30 @@ def test_constraints_fix_and_exclude_offloading(field: str) -> None:
     assert isinstance(planned(hosted(host_mib=None), **{field: False}), Plan)
 
 
+def two_groups(*hosts_mib: int | None) -> Cluster:
+    """Two nodes of different groups: whether their hosts are known."""
+    first, second = (hosted(host_mib=mib).node_groups[0] for mib in hosts_mib)
+    groups = (first.model_copy(update={"name": "first"}), second.model_copy(update={"name": "second"}))
+    return hosted().model_copy(update={"node_groups": groups})
+
+
+@pytest.mark.parametrize("objective", [{}, {"objective": "devices", "deadline_seconds": 1e6}])
+def test_of_several_node_groups_a_plan_that_offloads_uses_one(objective: dict[str, Any]) -> None:
+    """That whose hosts are known; refused where none is, by the first's field; no plan where it is too small."""
+    asked = job(8, activation_offload=True, zero_stage=0).model_copy(update=objective)
+    found = plan(request(keeps_much(), two_groups(None, 1000), asked), keeps_much())
+    assert isinstance(found, Plan)
+    assert {row.node for row in found.placement} == {1}
+    assert found.layout.activation_offload
+    assert found.search.optimal
+    assert check(found, keeps_much()).problems == ()
+    with pytest.raises(UnsupportedError, match=r"node_groups\[0\].host_memory_bytes: is not given"):
+        plan(request(keeps_much(), two_groups(None, None), asked), keeps_much())
+    short = plan(request(keeps_much(), two_groups(None, 1), asked), keeps_much())
+    assert isinstance(short, Infeasible)
+    assert "part of its node's memory" in short.reasons[0]
+
+
 def test_states_that_do_not_exist_stay_where_they_are() -> None:
     """SGD in bf16 keeps no states: offloading them is permitted, changes nothing, and is chosen by nobody."""
     step = job(8, optimizer="sgd", precision="bf16", pipeline_parallel_degree=2, schedule="1f1b")

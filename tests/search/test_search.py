@@ -11,6 +11,7 @@ from planner.cost import TICK_SECONDS, workload
 from planner.search import Callbacks, Progress, make_request, plan
 from planner.search.solve import bounded
 from planner.spec import Infeasible, Layout, ModelProfile, Options, Plan
+from planner.spec.words import gibibytes
 from planner.validate import check
 from tests.brute_force import facts, price
 from tests.builders import (
@@ -196,14 +197,14 @@ def test_explanation_has_the_plan_in_numbers() -> None:
 
 
 def test_infeasible_tells_the_nearest() -> None:
-    """Nothing fits: the reason names the capacity, and the nearest miss by how many bytes it misses."""
+    """Nothing fits: the reason names the capacity, and the nearest miss by how much it misses."""
     model = with_recompute(parameters=1_000_000)
     found = plan(request(model, cluster(4, memory_bytes=16_000_000), job()), model)
     assert isinstance(found, Infeasible)
-    assert "16000000 bytes" in found.reasons[0]
+    assert "15.26 MiB" in found.reasons[0]
     nearest = found.nearest[0]
     assert nearest.layout.pipeline_parallel_degree == 4
-    assert str(nearest.missing_bytes) in found.reasons[1]
+    assert f"{gibibytes(nearest.missing_bytes)} too much" in found.reasons[1]
     assert found.search is not None
     assert found.search.optimal
 
