@@ -81,9 +81,14 @@ def nearest_ticks(work: Workload, split: Split) -> tuple[tuple[int, ...], tuple[
 
 
 def _nearest(work: Workload, ranks: int) -> Group:
-    """Neighbours on as few nodes as there can be; one rank where these would not be the fastest group."""
-    if _is_nearer_faster(work):
-        return Group(ranks, -(-ranks // work.domain_devices), min(ranks, work.domain_devices))
+    """Neighbours on as few domains as there can be; one rank where these would not be the fastest group.
+
+    Groups that neither divide a domain nor fill several lie across its ends, some perhaps in equal parts: their
+    hierarchical collective has fewer hops than the ring inside, or the flat ring of unequal parts.
+    """
+    domain = work.domain_devices
+    if _is_nearer_faster(work) and (domain % ranks == 0 or ranks % domain == 0):
+        return Group(ranks, -(-ranks // domain), min(ranks, domain))
     return _ALONE
 
 
