@@ -154,17 +154,18 @@ def _pareto(plan: Plan) -> str:
 
 
 def _prediction(prediction: Prediction) -> tuple[str, str]:
+    """The first line's bubble is the mean of all ranks, the table's that of the rank that ends last."""
     mfu = "unknown (the device's peak is not known)" if prediction.mfu is None else percent(prediction.mfu)
     rate = scaled(prediction.tokens_per_second, "tokens/s")
     total = prediction.step_seconds
-    head = f"{bold('step')} {seconds(total)}  {rate}  MFU {mfu}  bubble {percent(prediction.bubble_fraction)}"
+    head = f"{bold('step')} {seconds(total)}  {rate}  MFU {mfu}  mean bubble {percent(prediction.bubble_fraction)}"
     spent = {name: getattr(prediction.breakdown, name) for name in type(prediction.breakdown).model_fields}
     rows = [
         (name.removesuffix("_seconds").replace("_", " "), seconds(value), percent(value / total))
         for name, value in spent.items()
         if value
     ]
-    return head, table(("where the step goes", "time", "share"), rows)
+    return head, table(("the last rank's step", "time", "share"), rows)
 
 
 def _stages(stages: Sequence[Stage]) -> str:
