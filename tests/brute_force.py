@@ -52,6 +52,7 @@ CHUNKED = ("seqpipe", "seqvpp", "seqsmartvpp")
 SPLIT = ("zb-h1", "zb-h1-fused", "zb-h2", "zb-v")
 """Of them, those with I and W: the executor does not recompute under them."""
 MOST_VIRTUAL_STAGES, MOST_MIXED_STAGES = 8, 4
+LEAN = ("hanayo", "interleaved-memory-optimised")
 """On one rank; where layers recompute one by one."""
 _MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
 
@@ -242,7 +243,7 @@ def orders(
             if mode == "none" or (mode in offered and name not in SPLIT):
                 order = {"schedule": name, "virtual_stages_per_rank": virtual, "recompute": mode}
                 yield order | {"sequence_chunks": chunks}
-        if name not in SPLIT and virtual <= MOST_MIXED_STAGES and has_choices(profile):
+        if name not in (*SPLIT, *LEAN) and virtual <= MOST_MIXED_STAGES and has_choices(profile):
             order = {"schedule": name, "virtual_stages_per_rank": virtual, "recompute": "per-layer"}
             yield order | {"sequence_chunks": chunks}
 

@@ -33,6 +33,8 @@ from planner.spec.profile import RecomputeMode
 
 MOST_VIRTUAL_STAGES = 8
 """On one rank."""
+_LEAN = ("hanayo", "interleaved-memory-optimised")
+"""They hold less in flight and take longer; where memory binds, others that recompute fewer layers were always faster."""
 MOST_MIXED_STAGES = 4
 """On one rank, where layers are dealt and recompute per layer: more of them leave few layers each to choose among."""
 MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
@@ -170,7 +172,8 @@ def orders(
 def _recomputes(name: str, virtual_stages: int, word: RecomputeWord) -> bool:
     """May layers that are dealt recompute like this?"""
     if word == "per-layer":
-        return name != SYNTHESIZED and virtual_stages <= MOST_MIXED_STAGES and not splits_backward(name)
+        is_open = name not in (SYNTHESIZED, *_LEAN) and not splits_backward(name)
+        return is_open and virtual_stages <= MOST_MIXED_STAGES
     return word == "none" or name == SYNTHESIZED or not splits_backward(name)
 
 
