@@ -13,6 +13,7 @@ from planner.errors import LayoutError, MismatchError, UnknownNameError, Unsuppo
 from planner.search import plan, predict
 from planner.spec import Forecast, ModelProfile, Plan
 from planner.spec.layout import PredictionLayout
+from planner.spec.words import gibibytes
 from tests.brute_force import PARTITIONED, facts, is_ruled, layouts, price
 from tests.builders import cluster, fat_embedding, four_equal_layers, job, layer, profile, request, with_recompute
 from tests.strategies import Instance, instances
@@ -67,7 +68,7 @@ def test_layout_that_does_not_fit_is_priced() -> None:
     assert not told.fits
     assert len(told.reasons) == 2
     for row, reason in zip(told.prediction.memory, told.reasons, strict=True):
-        assert f"{row.peak_bytes} bytes, {row.peak_bytes - 1000} more" in reason
+        assert f"needs {gibibytes(row.peak_bytes)}, {gibibytes(row.peak_bytes - 1000)} more than" in reason
 
 
 @pytest.mark.parametrize("word", ["none", "full"])
