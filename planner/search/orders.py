@@ -34,7 +34,7 @@ from planner.spec.profile import RecomputeMode
 MOST_VIRTUAL_STAGES = 8
 """On one rank."""
 _LEAN = ("hanayo", "interleaved-memory-optimised")
-"""They hold less in flight and take longer; where memory binds, others that recompute fewer layers were always faster."""
+"""They hold less in flight and take longer: recomputing few layers under another schedule mostly gains more."""
 MOST_MIXED_STAGES = 4
 """On one rank, where layers are dealt and recompute per layer: more of them leave few layers each to choose among."""
 MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
