@@ -41,7 +41,9 @@ class FirstGradients:
     ends_low: NDArray[np.bool_]
     """By rank: its last action is a backward of that."""
 
-    def least_ticks(self, layers: Uniform, sizes: tuple[int, ...], ranks: tuple[int, ...], again: _Numbers) -> int:
+    def least_ticks(
+        self, layers: Uniform, sizes: tuple[int, ...], ranks: tuple[int, ...], again: NDArray[np.float64]
+    ) -> int:
         """Ticks that the step takes at least: equations (E9) and (E10).
 
         Args:
