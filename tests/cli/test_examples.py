@@ -25,6 +25,7 @@ KINDS: dict[str, type[Document]] = {
     "layout-tp8-pp4.yaml": PredictionLayout,
     "own-script-nodes.yaml": Job,
     "own-script.yaml": Job,
+    "pretrain-4m-tokens-fp8.yaml": Job,
     "pretrain-4m-tokens.yaml": Job,
 }
 

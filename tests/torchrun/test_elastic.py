@@ -148,7 +148,7 @@ def test_a_killed_rank_costs_no_step_beyond_the_last_checkpoint(tmp_path: Path) 
     lost, moved, grown = (each for each in measured.decisions if "drift_of_pipeline_rank_0" not in each.figures)
     assert (lost.kind, moved.kind, grown.kind) == ("lost", "moved", "moved")
     assert lost.figures["ranks_lost"] == 1
-    assert "rank 1 was killed" in lost.text
+    assert "rank 1 killed" in lost.text
     resumed = measured.segments[1].first_step
     assert resumed == moved.step == lost.figures["steps_kept"]
     assert resumed % EVERY == 0
