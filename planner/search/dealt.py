@@ -2,7 +2,9 @@
 
 All layers recompute alike, in mode r; w(l) = f(l) + b(l, r):
 
-    (E1)  start from the contiguous stages with the least sum over s of (sum of w over s)^2            -> even_sizes()
+    (E1)  start from the contiguous stages with the least sum over s of (sum of w over s)^2; of several such partitions
+          from the one whose later stages take more: then the ranks' stages of one round are alike, and the first
+          round, which fills the pipeline, is the shortest                                           -> even_sizes()
     (E2)  as long as it makes the busiest rank less busy (or, at a tie, the sum of the ranks' squares smaller): take a
           layer from one stage and give it to another, the stages between moving up by one             -> balanced()
 
@@ -40,6 +42,8 @@ from planner.search.windows import Kinds
 _Sizes = NDArray[np.int64]
 
 
+_LATER = 1e-9
+"""By how much less a stage's square counts than that of the stage before: to choose among equals, above rounding."""
 _ROUNDS = 2
 """Micro-batches per rank of the short schedule that tells a long one's traits."""
 
@@ -400,7 +404,7 @@ class _Evens:
     def _add_stage(self) -> None:
         """The stages before hold a layer each at least."""
         before = len(self._came)
-        cost = self._least[before - 1 : -1, None] + self._squares[before:, before:]
+        cost = self._least[before - 1 : -1, None] + self._squares[before:, before:] * (1 - before * _LATER)
         came = np.concatenate([np.zeros(before, dtype=np.intp), before + cost.argmin(axis=0)])
         self._came.append(came)
         self._least = np.concatenate([np.full(before, np.inf), cost.min(axis=0)])
