@@ -6,7 +6,7 @@ Layers of one kind are counted once (`profiler.layer_count` says how one is coun
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from planner.errors import DocumentError, UnsupportedError
 from planner.spec.profile import DataType, Measurement, ModelProfile, RecomputeMode
 from profiler.compute_type import cast
-from profiler.cut import Borders, CutLayer, LayerCut, Size, TensorChain
+from profiler.cut import Borders, LayerCut, Size, TensorChain
 from profiler.cut_whole import same_numbers
 from profiler.expert_parallel import common_experts, experts_of
 from profiler.layer_count import LayerRun, LayerTrace
@@ -74,9 +74,28 @@ class Counter:
         return hidden_matrices(self.source.blueprint, self.cut)
 
     @cached_property
+    def _has_frozen(self) -> bool:
+        """Has the model parameters that are not trained?"""
+        return not all(parameter.requires_grad for parameter in self.source.blueprint.parameters())
+
+    @cached_property
     def parameters(self) -> dict[str, int]:
         """Elements of a whole layer of every kind."""
-        return {kind: _elements(self.source, self.layers[index]) for kind, index in self.representatives.items()}
+        return {kind: _elements(self._held(index)) for kind, index in self.representatives.items()}
+
+    @cached_property
+    def frozen_parameters(self) -> dict[str, int]:
+        """Those of them that are not trained, of the kinds that have any."""
+        held = {kind: self._held(index) for kind, index in self.representatives.items()}
+        found = {kind: _elements(each for each in of_kind if not each.requires_grad) for kind, of_kind in held.items()}
+        return {kind: elements for kind, elements in found.items() if elements}
+
+    def _held(self, index: int) -> list[nn.Parameter]:
+        """Parameters of a layer of the blueprint, each once."""
+        layer, model = self.layers[index], self.source.blueprint
+        own = [model.get_parameter(name) for name in layer.parameters]
+        below = (each for name in layer.modules for each in model.get_submodule(name).parameters())
+        return list({id(each): each for each in (*own, *below)}.values())
 
     def count(self, kind: str, micro_batch_size: int, sequence_length: int, split: Split = WHOLE) -> LayerCount:
         """Count the layer of this kind on one of the ranks that it is split over."""
@@ -161,6 +180,7 @@ class Counter:
                 exchanges,
                 with_loss=with_loss,
                 recomputable=self.layers[index].recomputable,
+                has_frozen=self._has_frozen,
             )
             is_simple = isinstance(self.cut.chain, TensorChain)
             handed = None if is_simple else self._borders(size).output_bytes[index]
@@ -168,7 +188,11 @@ class Counter:
             with self._numbers(), self._naming(index, size):
                 inputs = self._inputs(index, size, split)
                 trace = run.trace(inputs, shapes, handed_bytes=handed)
-            experts = replace(trace.count, local_expert_parameters=exchanges.local_expert_parameters)
+            experts = replace(
+                trace.count,
+                local_expert_parameters=exchanges.local_expert_parameters,
+                local_frozen_expert_parameters=exchanges.local_frozen_expert_parameters,
+            )
             self._traces[key] = replace(trace, count=experts)
         return self._traces[key]
 
@@ -214,7 +238,7 @@ class Counter:
         if index == 0:
             return self._examples(size[0], size[1] // split.context)[:1]
         (output,) = self._trace(self.layers[index - 1].kind, size, border_split(split)).outputs
-        return (torch.empty(output.shape, dtype=output.dtype, device="meta", requires_grad=True),)
+        return (torch.empty(output.shape, dtype=output.dtype, device="meta", requires_grad=output.requires_grad),)
 
     def _examples(self, micro_batch_size: int, sequence_length: int, device: str = "meta") -> tuple[Tensor, ...]:
         inputs = self.source.example_inputs(micro_batch_size, sequence_length, device)
@@ -250,16 +274,13 @@ class Counter:
             stage = self._layer(index)
             exchanges = shard_layer(stage, self.source, index, split)
             for parameter in stage.parameters():
-                parameter.grad = torch.empty_like(parameter)
+                parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
             self._stages[index, split] = stage, exchanges
         return self._stages[index, split]
 
 
-def _elements(source: ModelSource, layer: CutLayer) -> int:
-    modules = [source.blueprint.get_submodule(name) for name in layer.modules]
-    own = [source.blueprint.get_parameter(name) for name in layer.parameters]
-    parameters = {id(each): each for each in (*own, *(each for module in modules for each in module.parameters()))}
-    return sum(parameter.numel() for parameter in parameters.values())
+def _elements(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
 
 
 def check_request(
@@ -434,7 +455,10 @@ def profile(
         model_digest=source.digest,
         tokens_per_sample=source.longest_sequence,
         layers=layer_profiles(
-            ((layer.name, layer.kind, layer.modules) for layer in counter.layers), counter.parameters, rows
+            ((layer.name, layer.kind, layer.modules) for layer in counter.layers),
+            counter.parameters,
+            rows,
+            counter.frozen_parameters,
         ),
         edges=source.edges(sequence_length, counter.dtype),
         shared_parameters=counter.cut.shared_parameters,

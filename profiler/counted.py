@@ -73,6 +73,7 @@ def counted_profile(
             ((layer, kind, tuple(modules)) for layer, kind, modules in data["layers"]),
             data["parameters"],
             {kind: _rows(data, kind, STORED_TYPE[dtype], sizes) for kind in data["parameters"]},
+            data.get("frozen_parameters", {}),
         ),
         edges=tuple(
             SkipEdge.model_validate(

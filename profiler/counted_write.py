@@ -62,6 +62,7 @@ def count_model(source: ModelSource) -> dict[str, Any]:
         **_further_splits(source),
         **_whole_sequences(source),
         "parameters": counter.parameters,
+        **({"frozen_parameters": counter.frozen_parameters} if counter.frozen_parameters else {}),
         **_edges(source),
         "shared_parameters": [shared.model_dump(mode="json") for shared in cut.shared_parameters],
         "layers": [(layer.name, layer.kind, layer.modules) for layer in cut.layers],

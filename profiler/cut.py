@@ -15,7 +15,6 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from math import prod
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -131,7 +130,7 @@ class TensorChain:
     def borders(self, model: nn.Module, inputs: InputMaker, size: Size) -> Borders:
         """One tensor at every border."""
         given = inputs(*size)
-        outputs = (each.detach().requires_grad_(each.is_floating_point()) for each in self.outputs(model, given[0]))
+        outputs = (each.detach().requires_grad_(each.requires_grad) for each in self.outputs(model, given[0]))
         crossing = (given, *((output,) for output in outputs))
         return Borders(crossing, crossing[:-1], crossing[1:], tuple(output.nbytes for (output,) in crossing[1:]))
 
@@ -285,12 +284,29 @@ def _cut_simply(model: nn.Module, inputs: Tensor) -> LayerCut | None:
         UnsupportedError: it is no chain that hands on one tensor.
     """
     if isinstance(model, nn.Sequential):
-        return None if _repeats_state(model) else _cut_sequential(model, inputs)
+        return _cut_sequential(model, inputs) if _is_plain(model) and not _repeats_state(model) else None
     if hasattr(model, "base_model") and hasattr(model, "config") and not inputs.is_floating_point():
         from profiler.transformer_cut import cut_transformer
 
         return cut_transformer(model, inputs)
     return None
+
+
+def _is_plain(model: nn.Sequential) -> bool:
+    """Does it do nothing but run its children?"""
+    is_own = type(model).forward is not nn.Sequential.forward or "forward" in vars(model)
+    return not is_own and not has_hooks(model)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Is something called beside the module's own forward and backward?"""
+    tables = (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    )
+    return any(tables)
 
 
 def _repeats_state(model: nn.Sequential) -> bool:
@@ -344,16 +360,33 @@ def _cut_sequential(model: nn.Sequential, inputs: Tensor) -> LayerCut:
     chain = SequentialChain(names)
     outputs = _chain_of_tensors(chain, model, inputs)
     signatures = [
-        (signature(model.get_submodule(name)), tuple(given.shape), given.dtype, _place(index, len(names)))
+        (
+            signature(model.get_submodule(name)),
+            tuple(given.shape),
+            given.dtype,
+            given.requires_grad,
+            _place(index, len(names)),
+        )
         for index, (name, given) in enumerate(zip(names, (inputs, *outputs), strict=False))
     ]
     kinds = name_kinds(signatures, [type(model.get_submodule(name)).__name__ for name in names])
     layers = tuple(
         # The loss belongs to the last layer and keeps its output, so recomputing that layer would save nothing.
-        CutLayer(name, kind, (name,), recomputable=index < len(names) - 1)
+        CutLayer(
+            name,
+            kind,
+            (name,),
+            recomputable=index < len(names) - 1
+            and has_backward(model.get_submodule(name).parameters(), outputs[index]),
+        )
         for index, (name, kind) in enumerate(zip(names, kinds, strict=True))
     )
     return LayerCut(layers, find_shared_parameters(model, layers), chain)
+
+
+def has_backward(parameters: Iterable[nn.Parameter], *outputs: Tensor) -> bool:
+    """Has a layer anything to recompute? None has in which all is frozen, and that nothing trained leads to."""
+    return any(each.requires_grad for each in outputs) or next(iter(parameters), None) is None
 
 
 def _place(index: int, count: int) -> tuple[bool, bool]:
@@ -384,22 +417,24 @@ def find_shared_parameters(model: nn.Module, layers: Iterable[CutLayer]) -> tupl
     """Parameters that modules of several layers hold, such as tied embeddings (Press and Wolf 2017)."""
     layer_of = {module: layer.name for layer in layers for module in layer.modules}
     names_by_parameter: dict[int, list[str]] = {}
-    shapes: dict[int, tuple[int, ...]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_by_parameter.setdefault(id(parameter), []).append(name)
-        shapes[id(parameter)] = tuple(parameter.shape)
     shared = []
-    for key, names in names_by_parameter.items():
+    for names in names_by_parameter.values():
         users = tuple(dict.fromkeys(_owner(name, layer_of) for name in names))
         if len(users) > 1:
-            shared.append(shared_parameters(names, users, shapes[key]))
+            shared.append(shared_parameters(names, users, model.get_parameter(names[0])))
     return tuple(shared)
 
 
-def shared_parameters(names: Iterable[str], users: Iterable[str], shape: tuple[int, ...]) -> SharedParameters:
-    """One parameter of this shape that several layers use."""
+def shared_parameters(names: Iterable[str], users: Iterable[str], parameter: nn.Parameter) -> SharedParameters:
+    """A parameter that several layers use."""
     return SharedParameters(
-        names=tuple(names), layers=tuple(users), parameters=prod(shape), factored_elements=factored_elements(shape)
+        names=tuple(names),
+        layers=tuple(users),
+        parameters=parameter.numel(),
+        factored_elements=factored_elements(tuple(parameter.shape)),
+        frozen=not parameter.requires_grad,
     )
 
 
@@ -415,10 +450,11 @@ PLACE_ATTRIBUTES = frozenset({"layer_idx", "layer_id", "layer_number", "training
 
 
 def signature(module: nn.Module) -> tuple[Any, ...]:
-    """All that decides what a module costs: classes, settings and shapes of everything below it."""
+    """All that decides what a module costs: classes, settings and shapes of everything below it, and what is frozen."""
     rows = []
     for name, part in module.named_modules():
-        shapes = tuple((key, tuple(value.shape)) for key, value in (*_parameters(part), *_buffers(part)))
+        named = (*_parameters(part), *_buffers(part))
+        shapes = tuple((key, tuple(value.shape), value.requires_grad) for key, value in named)
         rows.append((name, type(part).__qualname__, part.extra_repr(), shapes, tuple(_settings(part))))
     return tuple(rows)
 

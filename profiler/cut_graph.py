@@ -34,6 +34,7 @@ from profiler.cut import (
     LayerCut,
     Size,
     Tensors,
+    has_backward,
     name_kinds,
     shared_parameters,
     signature,
@@ -352,7 +353,10 @@ def _layers(model: nn.Module, chain: GraphChain, flow: Flow) -> list[CutLayer]:
             kind,
             modules=run.modules(flow),
             # The loss keeps the last layer's output; a tensor that is changed in place could not be run on again.
-            recomputable=index < len(runs) - 1 and bool(run.modules(flow)) and not _changes_received(flow, run),
+            recomputable=index < len(runs) - 1
+            and bool(run.modules(flow))
+            and not _changes_received(flow, run)
+            and _has_backward(model, flow, run),
             parameters=tuple(_attributes_of(model, flow, run)),
         )
         for index, (run, kind) in enumerate(zip(runs, kinds, strict=True))
@@ -363,6 +367,12 @@ def _attributes_of(model: nn.Module, flow: Flow, run: Run) -> list[str]:
     """Parameters that the code between the modules reads, by name."""
     known = set(_parameters(model))
     return sorted({name for step in flow.trace.steps[run.start : run.stop] for name in step.attributes & known})
+
+
+def _has_backward(model: nn.Module, flow: Flow, run: Run) -> bool:
+    held = [model.get_parameter(name) for name in _attributes_of(model, flow, run)]
+    held += [each for name in run.modules(flow) for each in model.get_submodule(name).parameters()]
+    return has_backward(held, *(_sent(flow.trace.shapes[value]) for value in run.makes(flow)))
 
 
 def _stem(model: nn.Module, flow: Flow, run: Run) -> str:
@@ -413,7 +423,8 @@ def _describe(model: nn.Module, step: Step, local: Mapping[int, int]) -> tuple[A
         if isinstance(leaf, Value):
             return f"v{local[leaf.index]}"
         if isinstance(leaf, Attribute):
-            return f"a{tuple(attributes[leaf.name].shape)}"
+            each = attributes[leaf.name]
+            return f"a{tuple(each.shape)}{each.requires_grad}"
         return repr(leaf)
 
     leaves, spec = tree_flatten(step.arguments)
@@ -432,7 +443,7 @@ def _shared_parameters(model: nn.Module, chain: GraphChain, flow: Flow) -> tuple
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return tuple(
-        shared_parameters(known, users[key], tuple(model.get_parameter(known[0]).shape))
+        shared_parameters(known, users[key], model.get_parameter(known[0]))
         for key, known in names.items()
         if len(users.get(key, ())) > 1
     )

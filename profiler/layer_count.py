@@ -185,16 +185,26 @@ class LayerRun:
         parts: the modules that run the layer (`LayerCut.parts`).
         with_loss: the layer is the last one: the loss of each of its outputs belongs to it.
         recomputable: count the modes that recompute, too.
+        has_frozen: the model has parameters that are not trained: tell which gradients every kernel's backward computes.
+            Of all others it is not told, for they are priced with both of a product, by constants fitted so.
     """
 
     def __init__(
-        self, stage: nn.Module, parts: Iterable[nn.Module], exchanges: Exchanges, *, with_loss: bool, recomputable: bool
+        self,
+        stage: nn.Module,
+        parts: Iterable[nn.Module],
+        exchanges: Exchanges,
+        *,
+        with_loss: bool,
+        recomputable: bool,
+        has_frozen: bool = False,
     ) -> None:
         self.stage = stage
         self.parts = tuple(parts)
         self.exchanges = exchanges
         self.with_loss = with_loss
         self.recomputable = recomputable
+        self.has_frozen = has_frozen
 
     def trace(self, inputs: Tensors, shapes: ParameterShapes, *, handed_bytes: int | None = None) -> LayerTrace:
         """All figures of one micro-batch.
@@ -205,7 +215,7 @@ class LayerRun:
             handed_bytes: of the outputs that the next layer takes; None: of all.
         """
         self._prepare(inputs)
-        plain = _Pass()
+        plain = _Pass(Watcher(tells_gradients=self.has_frozen))
         self._run(plain, inputs)
         exchanges = self.exchanges.take()
         kept = plain.kept
@@ -221,6 +231,7 @@ class LayerRun:
             output_bytes=sum(each.nbytes for each in plain.outputs) if handed_bytes is None else handed_bytes,
             backward_bytes=plain.backward_bytes,
             local_parameters=shapes.elements,
+            local_frozen_parameters=shapes.frozen_elements,
             local_matrix_elements=shapes.matrix_elements,
             local_muon_flops=shapes.muon_flops,
             local_factored_elements=shapes.factored_elements,

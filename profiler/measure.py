@@ -216,8 +216,13 @@ def _cases(layer: LayerProfile, degrees: Collection[int]) -> Iterator[Case]:
         rows = [row for row in layer.measurements if row.tensor_parallel_degree == degree and row.recompute == "none"]
         for row in rows:
             yield Case(layer.kind, "layer", row.micro_batch_size, degree, row.sequence_length)
-        if layer.parameters:
+        if _trained(layer):
             yield Case(layer.kind, "optimizer", 0, degree)
+
+
+def _trained(layer: LayerProfile) -> int:
+    """Elements that the optimizer updates."""
+    return layer.parameters - layer.frozen_parameters
 
 
 @dataclass(slots=True)
@@ -315,8 +320,8 @@ def _measured(row: Measurement, layer: LayerProfile, known: Journal) -> Measurem
         return row
     figures = known[case]
     optimizer = Case(layer.kind, "optimizer", 0, row.tensor_parallel_degree)
-    # Without weights, all of the backward is the input's.
-    backward_input = figures["backward_input"] if layer.parameters else figures["backward"]
+    # Without trained weights, all of the backward is the input's.
+    backward_input = figures["backward_input"] if _trained(layer) else figures["backward"]
     kept, temporary = _unfused(row.recompute, int(figures["unfused_bytes"]), int(figures["unfused_cached_bytes"]))
     data = {
         # Recomputed layers run the same kernels forward.
@@ -324,7 +329,7 @@ def _measured(row: Measurement, layer: LayerProfile, known: Journal) -> Measurem
         "backward_input_seconds": backward_input,
         "backward_weight_seconds": figures["backward"] - backward_input,
         "recompute_seconds": figures.get(f"recompute_{row.recompute}", 0.0),
-        "optimizer_seconds": known[optimizer]["optimizer"] if layer.parameters else 0.0,
+        "optimizer_seconds": known[optimizer]["optimizer"] if _trained(layer) else 0.0,
         "activation_bytes": row.activation_bytes + kept,
         "temporary_bytes": row.temporary_bytes + temporary,
         "relative_spread": figures["spread"],

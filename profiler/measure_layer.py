@@ -287,8 +287,9 @@ class Bench:
         )
 
     def optimizer(self, layer: BuiltLayer) -> OptimizerWorkload:
-        """The optimizer's step over the parameters of a layer."""
-        return OptimizerWorkload(tuple(tuple(local(each).shape) for each in layer.stage.parameters()), self.device)
+        """The optimizer's step over the trained parameters of a layer."""
+        trained = (each for each in layer.stage.parameters() if each.requires_grad)
+        return OptimizerWorkload(tuple(tuple(local(each).shape) for each in trained), self.device)
 
     def unfused_bytes(self, index: int, degree: int, size: Size, workload: LayerWorkload) -> tuple[int, int]:
         """Bytes that the layer keeps for its backward on this device beyond what the fused kernels keep: without

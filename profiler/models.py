@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from planner.errors import MismatchError
+from planner.errors import MismatchError, UnsupportedError
 from planner.spec.profile import SkipEdge
 from profiler.compute_type import cast
 from profiler.cut import Borders, LayerCut, RealModel, cut_model
@@ -100,7 +100,8 @@ class ModelSource:
             module: when given, checked to be such a module.
 
         Raises:
-            UnsupportedError: the model does not run on meta tensors; names the module.
+            UnsupportedError: the model does not run on meta tensors; names the module. Or all its parameters are
+                frozen.
             UnknownNameError: a module of the user's cut that the model does not have.
             MismatchError: the module is another model.
         """
@@ -117,6 +118,13 @@ class ModelSource:
 
     @cached_property
     def _cut(self) -> LayerCut:
+        parameters = list(self.blueprint.parameters())
+        if parameters and not any(parameter.requires_grad for parameter in parameters):
+            raise UnsupportedError(
+                f"all {len(parameters)} parameters of {self.name} are frozen, so there is nothing to train.",
+                field="model",
+                mend="let those that are to be trained require gradients: requires_grad_(True).",
+            )
         return cut_model(
             self.build_on_meta(),
             partial(self.example_inputs, device="meta"),
@@ -195,8 +203,11 @@ class ModelSource:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 over the sorted (name, shape) of all parameters, as lower-case hex."""
-        rows = sorted((name, tuple(value.shape)) for name, value in self.blueprint.named_parameters())
+        """sha256 over the sorted (name, shape) of all parameters, those that are frozen marked, as lower-case hex."""
+        rows = sorted(
+            (name, tuple(value.shape), *(() if value.requires_grad else ("frozen",)))
+            for name, value in self.blueprint.named_parameters()
+        )
         return hashlib.sha256(repr(rows).encode()).hexdigest()
 
 

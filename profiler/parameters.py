@@ -26,6 +26,8 @@ class ParameterShapes:
     """Parameters of a layer, or of one rank's shard of it."""
 
     elements: int
+    frozen_elements: int
+    """Of those that are not trained; what optimizers ask is told of the others alone."""
     matrix_elements: int
     """Of matrices of hidden layers."""
     muon_flops: int
@@ -47,19 +49,24 @@ def hidden_matrices(model: nn.Module, cut: LayerCut) -> frozenset[str]:
     return frozenset(
         name
         for name, parameter in model.named_parameters()
-        if parameter.dim() == 2 and name.startswith(tuple(inner)) and name not in shared | looked_up
+        if parameter.requires_grad
+        and parameter.dim() == 2
+        and name.startswith(tuple(inner))
+        and name not in shared | looked_up
     )
 
 
 def shapes_of(module: nn.Module, hidden: Collection[str]) -> ParameterShapes:
     """Sums over the parameters of a stage, each once; `hidden` as `hidden_matrices` tells."""
-    parameters = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    matrices = [shape for name, shape in parameters.items() if name in hidden]
+    trained = {name: tuple(each.shape) for name, each in module.named_parameters() if each.requires_grad}
+    matrices = [shape for name, shape in trained.items() if name in hidden]
+    frozen_elements = sum(each.numel() for each in module.parameters() if not each.requires_grad)
     return ParameterShapes(
-        elements=sum(map(prod, parameters.values())),
+        elements=sum(map(prod, trained.values())) + frozen_elements,
+        frozen_elements=frozen_elements,
         matrix_elements=sum(map(prod, matrices)),
         muon_flops=sum(map(_muon_flops, matrices)),
-        factored_elements=sum(map(factored_elements, parameters.values())),
+        factored_elements=sum(map(factored_elements, trained.values())),
     )
 
 

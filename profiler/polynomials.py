@@ -19,7 +19,7 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-from profiler.quantities import Exchange, GroupName, Kernel, LayerCount, ModeCount
+from profiler.quantities import Exchange, GradientName, GroupName, Kernel, LayerCount, ModeCount
 
 Size = tuple[int, int]
 """Micro-batch size and sequence length."""
@@ -37,10 +37,11 @@ SCALARS = (
     "local_muon_flops",
     "local_factored_elements",
 )
-SPLIT_SCALARS = ("local_expert_parameters",)
-"""Stored only where a split makes them other than zero."""
+SPLIT_SCALARS = ("local_expert_parameters", "local_frozen_parameters", "local_frozen_expert_parameters")
+"""Stored only where a split, or frozen parameters, make them other than zero."""
 MODE_SCALARS = ("kept_bytes", "recompute_flops")
 KERNEL_FIGURES = ("flops", "bytes", "m", "n", "k", "batch")
+FIGURES = len(KERNEL_FIGURES)
 
 
 def basis(size: Size) -> tuple[int, ...]:
@@ -121,7 +122,7 @@ def fit_layer(counts: Mapping[Size, LayerCount]) -> dict[str, Any]:
             for name, mode in first.modes.items()
         },
         "kernels": [
-            (each.kind, *(fitted["kernels", i, figure] for figure in KERNEL_FIGURES))
+            (each.kind, *(fitted["kernels", i, figure] for figure in KERNEL_FIGURES), *_gradients(each))
             for i, each in enumerate(first.kernels)
         ],
         "exchanges": [
@@ -134,6 +135,11 @@ def fit_layer(counts: Mapping[Size, LayerCount]) -> dict[str, Any]:
 def _group(exchange: Exchange) -> tuple[GroupName, ...]:
     """Stored where it is not the tensor-parallel group."""
     return () if exchange.group == "tensor" else (exchange.group,)
+
+
+def _gradients(kernel: Kernel) -> tuple[GradientName, ...]:
+    """Stored where it is told."""
+    return () if kernel.gradients is None else (kernel.gradients,)
 
 
 def _flatten(count: LayerCount) -> dict[tuple[str, int, str], int]:
@@ -152,7 +158,7 @@ def _flatten(count: LayerCount) -> dict[tuple[str, int, str], int]:
 def _check_same_shape(counts: Mapping[Size, LayerCount]) -> None:
     shapes = {
         (
-            tuple(kernel.kind for kernel in count.kernels),
+            tuple((kernel.kind, kernel.gradients) for kernel in count.kernels),
             tuple((each.phase, each.operation, each.group) for each in count.exchanges),
             tuple((name, len(mode.temporaries), mode.recomputed) for name, mode in count.modes.items()),
         )
@@ -194,7 +200,10 @@ def evaluate_layer(data: Mapping[str, Any], size: Size) -> LayerCount:
             )
             for name, mode in data["modes"].items()
         },
-        kernels=tuple(Kernel(kind, *map(value, figures)) for kind, *figures in data["kernels"]),
+        kernels=tuple(
+            Kernel(kind, *map(value, rest[:FIGURES]), gradients=next(iter(rest[FIGURES:]), None))
+            for kind, *rest in data["kernels"]
+        ),
         exchanges=tuple(
             Exchange(phase, operation, value(size), *group) for phase, operation, size, *group in data["exchanges"]
         ),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal, get_args
 
 from planner.errors import DocumentError
@@ -15,6 +16,7 @@ SHORTEST_SEQUENCE = 2
 
 GroupName = Literal["tensor", "context", "expert"]
 KernelKind = Literal["matmul", "attention", "convolution", "memory"]
+GradientName = Literal["input", "weight", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,8 @@ class Kernel:
     """Products of this size in one run."""
     is_linear: bool | None = field(default=None, kw_only=True)
     """See `planner.spec.profile.Operation`; told where a product only looks like a linear layer's."""
+    gradients: GradientName | None = field(default=None, kw_only=True)
+    """See `planner.spec.profile.Operation`; told of models with frozen parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,10 @@ class LayerCount:
     """Recompute modes that the layer has, from least to most recomputation."""
     local_expert_parameters: int = 0
     """Those of `local_parameters` that an expert-parallel group splits."""
+    local_frozen_parameters: int = 0
+    """Those of `local_parameters` that are not trained."""
+    local_frozen_expert_parameters: int = 0
+    """Those of `local_expert_parameters` that are not trained."""
 
     def measurement(
         self, micro_batch_size: int, sequence_length: int, split: Split, recompute: RecomputeMode
@@ -103,6 +111,8 @@ class LayerCount:
             temporary_bytes=max(mode.temporaries),
             local_parameters=self.local_parameters,
             local_expert_parameters=self.local_expert_parameters,
+            local_frozen_parameters=self.local_frozen_parameters or None,
+            local_frozen_expert_parameters=self.local_frozen_expert_parameters,
             local_matrix_elements=self.local_matrix_elements,
             local_muon_flops=self.local_muon_flops,
             local_factored_elements=self.local_factored_elements,
@@ -138,6 +148,7 @@ def _operations(kernels: Iterable[Kernel]) -> tuple[Operation, ...]:
             k=each.k,
             batch=each.batch,
             is_linear=each.is_linear,
+            gradients=each.gradients,
         )
         for each, count in counts.items()
     )
@@ -158,14 +169,26 @@ def layer_profiles(
     layers: Iterable[tuple[str, str, tuple[str, ...]]],
     parameters: dict[str, int],
     rows: dict[str, tuple[Measurement, ...]],
+    frozen: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[LayerProfile, ...]:
-    """The profile's layers, given as (name, kind, modules); layers of one kind share one tuple of rows."""
+    """The profile's layers, given as (name, kind, modules); layers of one kind share one tuple of rows.
+
+    Args:
+        parameters: elements of a whole layer, by kind.
+        rows: by kind.
+        frozen: those of the parameters that are not trained, by kind; none of a kind that is not named.
+    """
     first: dict[str, LayerProfile] = {}
     profiles = []
     for name, kind, modules in layers:
         if kind not in first:
             first[kind] = LayerProfile(
-                name=name, kind=kind, modules=modules, parameters=parameters[kind], measurements=rows[kind]
+                name=name,
+                kind=kind,
+                modules=modules,
+                parameters=parameters[kind],
+                frozen_parameters=frozen.get(kind, 0),
+                measurements=rows[kind],
             )
         # A copy, because validating thousands of shared rows anew for every layer would take seconds.
         profiles.append(first[kind].model_copy(update={"name": name, "modules": modules}))

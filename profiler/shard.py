@@ -44,6 +44,8 @@ class Exchanges:
     """Not held: who counts what lives must not find them alive for this."""
     local_expert_parameters: int = 0
     """Elements of the shard that the expert-parallel group splits."""
+    local_frozen_expert_parameters: int = 0
+    """Of those the ones that are not trained."""
 
     def add(
         self,
@@ -298,7 +300,9 @@ def _share_experts(layer: nn.Module, split: Split, exchanges: Exchanges) -> None
     for module in experts_of(layer).values():
         for name, parameter in list(module.named_parameters(recurse=False)):
             share = _empty(parameter, (parameter.shape[0] // (split.expert * split.tensor), *parameter.shape[1:]))
-            exchanges.local_expert_parameters += share.numel() if split.expert > 1 else 0
+            spread = share.numel() if split.expert > 1 else 0
+            exchanges.local_expert_parameters += spread
+            exchanges.local_frozen_expert_parameters += 0 if parameter.requires_grad else spread
             module.register_parameter(name, share)
         share_out(module, split.expert, group, tensors=tensors)
 
@@ -377,7 +381,7 @@ def _share_gradients(module: nn.Module, exchanges: Exchanges) -> None:
 
 
 def _empty(parameter: Tensor, shape: tuple[int, ...]) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device=parameter.device))
+    return nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device=parameter.device), parameter.requires_grad)
 
 
 class _Take(torch.autograd.Function):

@@ -138,7 +138,7 @@ def plan_of(model: Any) -> dict[str, str]:
     if model.config.model_type == "opt":
         return {f"{prefix}decoder.layers.*.{name}": style for name, style in OPT_BLOCK_PLAN.items()}
     styles = {f"{prefix}{name}": style for name, style in _told(model).items()}
-    if not styles or not set(styles.values()) <= KNOWN_STYLES:
+    if not styles or not set(styles.values()) <= KNOWN_STYLES or _is_changed(model, styles):
         return {}
     styles = _with_shared_keys(model, styles)
     tied = {pattern_of(name) for name in _tied_modules(model)}
@@ -156,6 +156,19 @@ def _told(model: Any) -> dict[str, str]:
     spread = {pattern_of(name) for name in experts_of(base)}
     names = {pattern_of(name) for named in (base.named_modules(), base.named_parameters()) for name, _ in named}
     return {name: style for name, style in told.items() if name in names and not _is_within(name, spread)}
+
+
+def _is_changed(model: nn.Module, styles: dict[str, str]) -> bool:
+    """Is a product that the plan splits no plain one any more, as with adapters beside it? What it holds besides its
+    weight the plan knows nothing of."""
+    split = COLUMN_STYLES | ROW_STYLES
+    modules = (each for name, each in model.named_modules() if styles.get(pattern_of(name)) in split)
+    return not all(map(_is_plain, modules))
+
+
+def _is_plain(module: nn.Module) -> bool:
+    own = {name for name, _ in module.named_parameters()}
+    return "weight" in own and own <= {"weight", "bias"}
 
 
 def _clips_in_place(config: Any) -> bool:

@@ -38,12 +38,17 @@ def cut_transformer(model: Any, inputs: Tensor) -> LayerCut:
     """
     blocks_name = find_blocks(model)
     blocks = list(model.get_submodule(blocks_name).children())
-    before, after, places = _trace(model, blocks_name, inputs)
-    chain = TransformerChain(blocks_name, len(blocks), before, after, places)
-    kinds = name_kinds(map(signature, blocks), (type(block).__name__ for block in blocks))
+    before, after, seen = _trace(model, blocks_name, inputs)
+    chain = TransformerChain(blocks_name, len(blocks), before, after, seen.places)
+    marks = zip(map(signature, blocks), seen.carry_gradients, strict=True)
+    kinds = name_kinds(marks, (type(block).__name__ for block in blocks))
+    made = (*seen.carry_gradients[1:], seen.hidden is not None and seen.hidden.requires_grad)
     layers = (
         CutLayer("embedding", "embedding", before, recomputable=False),
-        *(CutLayer(f"{blocks_name}.{index}", kind, (f"{blocks_name}.{index}",)) for index, kind in enumerate(kinds)),
+        *(
+            CutLayer(f"{blocks_name}.{index}", kind, (f"{blocks_name}.{index}",), recomputable=made[index])
+            for index, kind in enumerate(kinds)
+        ),
         CutLayer("head", "head", after, recomputable=False),
     )
     return LayerCut(layers, find_shared_parameters(model, layers), chain)
@@ -109,8 +114,8 @@ def _hooks() -> Iterator[list[Any]]:
             handle.remove()
 
 
-def _trace(model: nn.Module, blocks_name: str, inputs: Tensor) -> tuple[tuple[str, ...], tuple[str, ...], int | None]:
-    """Names of the modules that run before the first block, and after the last; and what `_Record.places` tells."""
+def _trace(model: nn.Module, blocks_name: str, inputs: Tensor) -> tuple[tuple[str, ...], tuple[str, ...], _Record]:
+    """Names of the modules that run before the first block, and after the last; and what else the run showed."""
     blocks = list(model.get_submodule(blocks_name).children())
     outside = {name: part for name, part in model.named_modules() if not f"{name}.".startswith(f"{blocks_name}.")}
     record = _Record()
@@ -130,7 +135,7 @@ def _trace(model: nn.Module, blocks_name: str, inputs: Tensor) -> tuple[tuple[st
     if idle:
         raise _refusal(model, f"never runs its module {idle[0]!r}, so no stage would train it")
     before, after = (_collapse(names, outside, blocks_name) for names in (record.before, record.after))
-    return before, after, record.places
+    return before, after, record
 
 
 def _owns_parameters(module: nn.Module) -> bool:
@@ -144,6 +149,8 @@ class _Record:
         self.before: list[str] = []
         self.after: list[str] = []
         self.blocks: list[nn.Module] = []
+        self.carry_gradients: list[bool] = []
+        """Of the hidden tensor before every block: not where all that made it is frozen."""
         self.ran: set[str] = set()
         self.hidden: Tensor | None = None
         self.places: int | None = None
@@ -166,6 +173,7 @@ class _Record:
         if self.blocks and hidden is not self.hidden:
             self.broken = "changes the hidden tensor between its blocks"
         self.blocks.append(module)
+        self.carry_gradients.append(hidden.requires_grad)
 
     def block_ends(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         self.hidden = hidden_output(output)

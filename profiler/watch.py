@@ -26,7 +26,7 @@ from torch.utils.flop_counter import flop_registry
 from profiler.attention import efficient_attention
 from profiler.collectives import COLLECTIVES
 from profiler.experts import GROUPED_PRODUCT
-from profiler.quantities import Kernel
+from profiler.quantities import GradientName, Kernel
 from profiler.recurrent import fused_lstm
 from profiler.split_tensor import SplitTensor
 from profiler.split_tensor_rules import RULES
@@ -97,10 +97,15 @@ class Earlier:
 
 
 class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts while `recording`; everything that exists when recording starts belongs to others."""
+    """Counts while `recording`; everything that exists when recording starts belongs to others.
 
-    def __init__(self) -> None:
+    Args:
+        tells_gradients: of every kernel, which gradients its backward computes.
+    """
+
+    def __init__(self, *, tells_gradients: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._tells_gradients = tells_gradients
         self.recording = False
         self.flops = 0
         self.kernels: list[Kernel] = []
@@ -189,8 +194,21 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 flops = _causal_flops(flops, queries=args[0].shape[2], keys=args[1].shape[2])
             kernel = _kernel(packet, given, made, flops)
             is_other = packet in MATMULS and any(id(each.untyped_storage()) in self._others for each in given)
-            self.kernels.append(replace(kernel, is_linear=False) if is_other else kernel)
+            kernel = replace(kernel, is_linear=False) if is_other else kernel
+            gradients = self._gradients(packet, given) if self._tells_gradients else None
+            self.kernels.append(replace(kernel, gradients=gradients))
             self.functions.append(func)
+
+    def _gradients(self, packet: Any, given: list[Tensor]) -> GradientName | None:
+        """Of a product, the gradient of its weight alone where nothing but that is trained, and of its input alone
+        where only that leads to trained parameters; of two activations either counts as an input."""
+        operands = _operands(packet, given)
+        wanted = [tensor for tensor in operands or given if tensor.requires_grad]
+        if not wanted:
+            return "none"
+        if not operands or len(wanted) == len(operands):
+            return None
+        return "weight" if self.is_owned(wanted[0].untyped_storage()) else "input"
 
     def _see(self, storage: UntypedStorage) -> None:
         key, size = id(storage), storage.nbytes()
@@ -214,6 +232,13 @@ def _check_types(packet: Any, args: tuple[Any, ...]) -> None:
     others = [kind for kind in kinds if kind != kinds[0]]
     if others and (packet in PRODUCTS or kinds[0].itemsize > others[0].itemsize):
         raise TypeError(f"{packet} takes tensors of one type, got {kinds[0]} and {others[0]}.")
+
+
+def _operands(packet: Any, given: list[Tensor]) -> list[Tensor]:
+    """What a product multiplies; nothing of other kernels."""
+    if packet in MATMULS:
+        return given[-2:]
+    return given[:2] if packet in (GROUPED_PRODUCT, aten.convolution) else []
 
 
 def _forget(storages: dict[int, Any], key: int, _: Any) -> None:

@@ -9,6 +9,8 @@ Williams, Waterman, Patterson, "Roofline" (CACM 2009), with a floor per kernel:
           fused attention's backward does 2.5 times the forward's FLOPs (Dao, FlashAttention-2, section 3.1) and counts
           as input gradient; a memory-bound operation reads the saved tensor besides the gradient -> backward_seconds()
     (C4)  recompute = the operations that run again; else the forward again, by its share of FLOPs -> computation()
+          where parameters are frozen, `Operation.gradients` tells which of the two products there are, or that a kernel
+          has no backward at all: autograd goes only where something trained is
     (C5)  no layer is faster than the host launches its kernels: equation (K2)              -> with_host()
 
 Precision fp8 prices the products of linear layers as `planner.cost.fp8` says, equations (C6) to (C9).
@@ -29,6 +31,10 @@ from planner.spec.profile import DataType, LayerProfile, Measurement, ModelProfi
 ATTENTION: dict[str, float] = {"attention": 1.0, "attention-1": 0.5, "attention-3": 1.75}
 """Kinds of fused attention, and their speed against FlashAttention-2: "around 2x" the first's (Dao 2023, abstract); the
 third is "1.5-2.0x" as fast on Hopper (Shah et al. 2024, abstract)."""
+
+
+PRODUCTS = ("matmul", "convolution")
+"""Kinds of operations with two gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +133,17 @@ def backward_seconds(
     """Input-gradient and weight-gradient seconds: equation (C3). With `casts`, linear layers are in fp8."""
     of_input = of_weight = 0.0
     for operation in operations:
+        has_input, has_weight = computed_gradients(operation)
+        if operation.gradients == "none":
+            continue
         if casts and operation.is_linear:
             _, input_once, weight_once = linear_seconds(operation, device, constants, casts)
-            of_input += operation.count * input_once
-            of_weight += operation.count * weight_once
-        elif operation.kind in ("matmul", "convolution"):
+            of_input += has_input * operation.count * input_once
+            of_weight += has_weight * operation.count * weight_once
+        elif operation.kind in PRODUCTS:
             once = operation.count * operation_seconds(operation, device, dtype, constants)
-            of_input += once
-            of_weight += once
+            of_input += has_input * once
+            of_weight += has_weight * once
         elif operation.kind in ATTENTION:
             of_input += operation.count * operation_seconds(
                 operation, device, dtype, constants, flops_factor=constants.attention_backward, bytes_factor=2.0
@@ -144,6 +153,11 @@ def backward_seconds(
                 operation, device, dtype, constants, bytes_factor=constants.memory_backward
             )
     return of_input, of_weight
+
+
+def computed_gradients(operation: Operation) -> tuple[bool, bool]:
+    """Does the backward compute the gradient of a product's input, and of its weight?"""
+    return operation.gradients in (None, "input"), operation.gradients in (None, "weight")
 
 
 def computation(
@@ -189,11 +203,10 @@ def with_host(
     """The host's floor under the device's seconds: equations (C5) and (K2)."""
     if constants.host_forward_seconds == constants.host_backward_seconds == 0:
         return device
-    cast_forward, cast_backward = kernels_of(casts) if casts else (0, 0)
+    cast_forward = kernels_of(casts)[0] if casts else 0
     forward = constants.host_forward_seconds * _launched(row.operations, cast_forward)
     again = constants.host_forward_seconds * _launched(row.recompute_operations, cast_forward)
-    products = sum(operation.count for operation in row.operations if operation.kind in ("matmul", "convolution"))
-    backward = constants.host_backward_seconds * (_launched(row.operations, cast_backward) + products)
+    backward = constants.host_backward_seconds * sum(_launched_backward(one, casts) for one in row.operations)
     of_device = device.backward_input_seconds + device.backward_weight_seconds
     slower = _higher(of_device, backward) / of_device if of_device else 1.0
     return Computation(
@@ -208,6 +221,16 @@ def _launched(operations: tuple[Operation, ...], casting: int) -> int:
     """Kernels of these operations, with `casting` more for each linear layer in fp8."""
     casted = sum(operation.count for operation in operations if operation.is_linear) if casting else 0
     return sum(operation.count for operation in operations) + casting * casted
+
+
+def _launched_backward(one: Operation, casts: Fp8Casts | None) -> int:
+    """Kernels of an operation's backward, with those that cast for a linear layer in fp8."""
+    has_input, has_weight = computed_gradients(one)
+    kernels = has_input + has_weight if one.kind in PRODUCTS else has_input or has_weight
+    if casts and one.is_linear:
+        _, of_input, of_weight = kernels_of(casts)
+        kernels += has_input * of_input + has_weight * of_weight
+    return one.count * kernels
 
 
 def _higher(device_seconds: float, host_seconds: float) -> float:

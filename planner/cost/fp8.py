@@ -112,10 +112,12 @@ def reached_fp8(device: DeviceSpec, constants: Constants, fraction: float) -> fl
     return device.peak_flops_per_second["fp8"] * fraction * constants.fp8_fraction
 
 
-def kernels_of(casts: Fp8Casts) -> tuple[int, int]:
-    """Kernels that cast for one linear layer, in its forward and in its backward."""
-    backward = (*casts.backward_input, *casts.backward_weight)
-    return sum(cast.kernels for cast in casts.forward), sum(cast.kernels for cast in backward)
+def kernels_of(casts: Fp8Casts) -> tuple[int, int, int]:
+    """Kernels that cast for one linear layer: in its forward, and for the gradients of its input and its weight."""
+    forward, of_input, of_weight = (
+        sum(cast.kernels for cast in each) for each in (casts.forward, casts.backward_input, casts.backward_weight)
+    )
+    return forward, of_input, of_weight
 
 
 def check_fp8(device: DeviceSpec, *, field: str) -> None:

@@ -1,6 +1,6 @@
 """Costs of all layers under one layout: what the step model adds up and the solver chooses.
 
-Those of one layer are equations (T1) to (T4), (T6) and (T7) of `planner.cost.pricing`, with what `planner.cost.offload`
+Those of one layer are equations (T1) to (T4) and (T6) to (T8) of `planner.cost.pricing`, with what `planner.cost.offload`
 adds to them; and for a stage s
 
     (T5)  c(s) = latency + bytes of every tensor that crosses the boundary / bandwidth    -> transfer_ticks()
@@ -137,7 +137,7 @@ def priced(work: Workload, layout: Layout, groups: Groups, *, network: Link | No
     distinct: dict[int, dict[RecomputeMode, LayerCost]] = {}
     for index, _ in _counted(alike):
         plain = rows[index][modes_of(rows[index])[0]]
-        pricing = LayerPricing(work, layout, groups, work.profile.layers[index].parameters, plain, known)
+        pricing = LayerPricing(work, layout, groups, work.profile.layers[index], plain, known)
         distinct[index] = pricing.costs(rows[index])
     if is_offloading(layout):
         offload = Offload.of(work, layout, _gathered_bytes(layout, distinct.values()))

@@ -1,7 +1,8 @@
 """Bytes of every device of a pipeline rank, at its peak.
 
-(M1)  OGP(s)  = sum over the layers of stage s of parameters, gradients and optimizer states; parameters shared by
-                several layers of the stage are stored once. ZeRO stage 1 / 2 / 3 divides optimizer states /
+(M1)  OGP(s)  = sum over the layers of stage s of parameters, gradients and optimizer states, these two of what is
+                trained, equation (T8) of planner.cost.pricing; parameters shared by several layers of the stage are
+                stored once. ZeRO stage 1 / 2 / 3 divides optimizer states /
                 gradients / parameters by the ranks that share them out: the data- and context-parallel ones
                 (Rajbhandari et al. 2020), or `zero_shard_degree` of them (Zhang et al. 2022)   -> stage_memory()
                 A framework may add up the micro-batches' gradients whole, or keep states on the host.
@@ -138,7 +139,7 @@ def _ogp_bytes(costs: LayoutCosts, mine: StageLayers) -> tuple[int, int, int]:
         optimizer -= repeated * shared.optimizer_bytes
     # What is stored once counts once here, too: its share of the elements is its share of the bytes.
     stored = parameters / max(1, sum(cost.parameters_bytes for cost in layers))
-    gradients = _gradient_bytes(costs, layers, gradients, int(stored * sum(cost.parameters for cost in layers)))
+    gradients = _gradient_bytes(costs, layers, gradients, int(stored * sum(cost.trained for cost in layers)))
     return parameters, gradients, 0 if costs.work.framework.offloads_states else optimizer
 
 

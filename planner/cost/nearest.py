@@ -53,8 +53,8 @@ def _costs(work: Workload, split: Split, groups: Groups, chunks: int = 1, zero: 
     rows, known, computed = work.sizes[split], known_prices(work, groups, chunks), {}
     alike = work.alike(rows)
     for index in set(alike):
-        plain, parameters = rows[index][modes_of(rows[index])[0]], work.profile.layers[index].parameters
-        computed[index] = LayerPricing(work, layout, groups, parameters, plain, known).costs(rows[index])
+        plain, layer = rows[index][modes_of(rows[index])[0]], work.profile.layers[index]
+        computed[index] = LayerPricing(work, layout, groups, layer, plain, known).costs(rows[index])
     return tuple(map(computed.__getitem__, alike))
 
 

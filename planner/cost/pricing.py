@@ -22,6 +22,10 @@ last digit. Per layer l, recompute mode r, micro-batch:
           states; the sum of a micro-batch's gradients stays among them, and once per step every rank adds its shard,
           1/k of the layer for groups of k, to those of the other groups (an all-reduce), which is part of g(l)
           (Zhang et al. 2022, "MiCS", sections 3.2 and 3.4; Zhao et al. 2023)                 -> reduction_ticks
+    (T8)  of n parameters on a rank z are frozen (``requires_grad=False``): u(l), g(l) and all that is summed or
+                  scattered under (T6) and (T7) is of the n - z others, as are gradients and states of (M1); all n are
+                  kept, and gathered under ZeRO 3; but not for the backward where no kernel of the layer has one, as
+                  nothing is trained in it or before it (Hu et al. 2021, "LoRA", section 4.2)  -> Held
 """
 
 from __future__ import annotations
@@ -38,7 +42,14 @@ from planner.cost.groups import Groups
 from planner.cost.ticks import ticks
 from planner.cost.workload import Workload, modes_of
 from planner.spec.layout import Layout
-from planner.spec.profile import BYTES_PER_ELEMENT, Collective, CollectiveName, Measurement, RecomputeMode
+from planner.spec.profile import (
+    BYTES_PER_ELEMENT,
+    Collective,
+    CollectiveName,
+    LayerProfile,
+    Measurement,
+    RecomputeMode,
+)
 from planner.spec.recipes import OgpRecipe, ParameterCount, recipe
 
 
@@ -56,6 +67,8 @@ class LayerCost(NamedTuple):
     """Of `reduction_ticks`: gathering what ZeRO 1 or 2 has updated."""
     parameters: int
     """Elements on one rank."""
+    trained: int
+    """Those of them that are not frozen: equation (T8)."""
     parameters_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
@@ -96,6 +109,11 @@ class LayerCost(NamedTuple):
         return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
 
 
+def has_backward(row: Measurement) -> bool:
+    """Does a gradient go through the layer? None does where it is told so of every kernel: equation (T8)."""
+    return not row.operations or any(one.gradients != "none" for one in row.operations)
+
+
 def moved_bytes(ogp: OgpRecipe, count: ParameterCount) -> int:
     """Bytes that a step reads and writes: states and parameters both ways, gradients once."""
     return 2 * ogp.optimizer_bytes(count) + count.elements * (ogp.gradient_bytes + 2 * ogp.parameter_bytes)
@@ -122,7 +140,9 @@ class _Spent:
 class _Whole:
     """What one layer holds on a rank before anything is shared out over data-parallel ranks."""
 
+    held: Held
     count: ParameterCount
+    """Of what is trained."""
     parameters_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
@@ -130,6 +150,31 @@ class _Whole:
     """Of the parameters, as forward and backward take them."""
     update_seconds: float
     """Equation (T3)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Elements of a layer on one rank: equation (T8)."""
+
+    elements: int
+    experts: int
+    """Those of them that the expert-parallel group splits."""
+    trained: int
+    """Those of the elements that are not frozen."""
+    trained_experts: int
+    """Likewise of the experts."""
+
+    @classmethod
+    def of(cls, layer: LayerProfile, row: Measurement) -> Held:
+        """What the row tells; else equal shares of the layer's, rounded up."""
+        elements, frozen = row.local_parameters, row.local_frozen_parameters
+        if elements is None:
+            elements = -(-layer.parameters // row.tensor_parallel_degree)
+        if frozen is None:
+            frozen = -(-layer.frozen_parameters // row.tensor_parallel_degree)
+        experts = row.local_expert_parameters
+        trained_experts = experts - row.local_frozen_expert_parameters
+        return cls(elements, experts, max(trained_experts, elements - frozen), trained_experts)
 
 
 _Parts = tuple[tuple[int, Group], ...]
@@ -154,6 +199,7 @@ class _Held(NamedTuple):
     reduction_ticks: int
     update_ticks: int
     parameters: int
+    trained: int
     parameters_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
@@ -169,10 +215,10 @@ class Known:
     matters to it."""
 
     spent: dict[int, _Spent] = field(default_factory=dict)
-    whole: dict[tuple[int, int], _Whole] = field(default_factory=dict)
-    """By the layer's parameters, too."""
-    exchanged: dict[tuple[int, int, int, int], _Exchanged] = field(default_factory=dict)
-    """By the communicators, the ZeRO stage, and the elements on a rank: of experts, and all."""
+    whole: dict[tuple[int, int, int], _Whole] = field(default_factory=dict)
+    """By the layer's parameters, and those that are frozen, too."""
+    exchanged: dict[tuple[int, int, Held, bool], _Exchanged] = field(default_factory=dict)
+    """By the communicators, the ZeRO stage, the elements on a rank, and whether the layer has a backward."""
 
 
 def known_prices(work: Workload, groups: Groups, chunks: int) -> Known:
@@ -192,7 +238,7 @@ class LayerPricing:
     work: Workload
     layout: Layout
     groups: Groups
-    layer_parameters: int
+    layer: LayerProfile
     plain: Measurement
     """The row that recomputes least. What no recompute mode changes (forward, parameters, optimizer, output) is read
     here for all modes: measured noise between the rows must not make one mode's forward faster than another's."""
@@ -201,9 +247,8 @@ class LayerPricing:
     def costs(self, rows: dict[RecomputeMode, Measurement]) -> dict[RecomputeMode, LayerCost]:
         """In every mode, from least to most recomputation."""
         whole = self._whole()
-        parts = self._parts(whole.count.elements)
-        exchanged = self._exchanged(whole.count.elements, parts)
-        held = self._held(whole, parts, exchanged)
+        exchanged = self._exchanged(whole.held)
+        held = self._held(whole, exchanged)
         return {mode: self._cost(rows[mode], held, exchanged.gathers) for mode in modes_of(rows)}
 
     def _cost(self, row: Measurement, held: _Held, gathers: tuple[int, int]) -> LayerCost:
@@ -226,45 +271,50 @@ class LayerPricing:
             attention=self._attention(row, spent) if self.layout.sequence_chunks > 1 else NO_ATTENTION,
         )
 
-    def _exchanged(self, elements: int, parts: _Parts) -> _Exchanged:
+    def _exchanged(self, held: Held) -> _Exchanged:
         zero = self.layout.zero_stage
-        key = id(self.groups), zero, self.plain.local_expert_parameters, elements
+        key = id(self.groups), zero, held, has_backward(self.plain)
         found = self.known.exchanged.get(key)
         if found is None:
+            parts = self._parts(held.trained, held.trained_experts)
             found = self.known.exchanged[key] = _Exchanged(
                 groups=self.groups,
                 reduction_ticks=ticks(sum([self._reduction_seconds(*part) for part in parts])),
                 update_ticks=ticks(sum([self._update_seconds(*part) for part in parts])) if zero in (1, 2) else 0,
-                gathers=self._gathers(parts),
+                gathers=self._gathers(held, parts),
             )
         return found
 
-    def _held(self, whole: _Whole, parts: _Parts, exchanged: _Exchanged) -> _Held:
-        zero, plain = self.layout.zero_stage, self.plain
+    def _held(self, whole: _Whole, exchanged: _Exchanged) -> _Held:
+        zero, plain, held = self.layout.zero_stage, self.plain, whole.held
+        trained = held.trained, held.trained_experts
         return _Held(
-            optimizer_ticks=self._optimizer_ticks(whole, parts),
+            optimizer_ticks=self._optimizer_ticks(whole),
             reduction_ticks=exchanged.reduction_ticks,
             update_ticks=exchanged.update_ticks,
-            parameters=whole.count.elements,
-            parameters_bytes=self._sharded(whole.parameters_bytes, whole, zero >= 3),
-            gradients_bytes=self._sharded(whole.gradients_bytes, whole, zero >= 2),
-            optimizer_bytes=self._sharded(whole.optimizer_bytes, whole, zero >= 1),
+            parameters=held.elements,
+            trained=held.trained,
+            parameters_bytes=self._sharded(whole.parameters_bytes, held.elements, held.experts, zero >= 3),
+            gradients_bytes=self._sharded(whole.gradients_bytes, *trained, zero >= 2),
+            optimizer_bytes=self._sharded(whole.optimizer_bytes, *trained, zero >= 1),
             gathered_bytes=whole.computed_bytes if zero >= 3 else 0,
             output_bytes=plain.output_bytes,
             model_flops=plain.forward_flops + plain.backward_input_flops + plain.backward_weight_flops,
         )
 
     def _whole(self) -> _Whole:
-        key = (id(self.plain), self.layer_parameters)
+        key = (id(self.plain), self.layer.parameters, self.layer.frozen_parameters)
         found = self.known.whole.get(key)
         if found is None:
-            count, ogp = self._local_parameters(), self.work.recipe
+            held, row, ogp = Held.of(self.layer, self.plain), self.plain, self.work.recipe
+            count = ParameterCount(held.trained, row.local_matrix_elements, row.local_factored_elements)
             found = self.known.whole[key] = _Whole(
+                held=held,
                 count=count,
-                parameters_bytes=count.elements * ogp.parameter_bytes,
+                parameters_bytes=held.elements * ogp.parameter_bytes,
                 gradients_bytes=count.elements * ogp.gradient_bytes,
                 optimizer_bytes=ogp.optimizer_bytes(count),
-                computed_bytes=count.elements * self._computed_bytes,
+                computed_bytes=held.elements * self._computed_bytes,
                 update_seconds=self._moving_seconds(count) + self._muon_seconds(),
             )
         return found
@@ -303,14 +353,6 @@ class LayerPricing:
         work, chunks = self.work, self.layout.sequence_chunks
         return in_chunks(row, work.device, work.profile.dtype, work.constants, chunks, work.casts)
 
-    def _local_parameters(self) -> ParameterCount:
-        """On one rank of the tensor-parallel group."""
-        row = self.plain
-        elements = row.local_parameters
-        if elements is None:
-            elements = -(-self.layer_parameters // row.tensor_parallel_degree)
-        return ParameterCount(elements, row.local_matrix_elements, row.local_factored_elements)
-
     def _allocated(self, size_bytes: int) -> int:
         """Bytes with what the allocator loses to rounding and fragmentation, rounded up."""
         overhead = 1 + self.work.device.allocation_overhead
@@ -326,12 +368,13 @@ class LayerPricing:
         )
         return moving + work.constants.collective_seconds
 
-    def _sharded(self, size_bytes: int, whole: _Whole, is_sharded: bool) -> int:
-        """Bytes on one rank; experts are sharded over those ranks only that hold the same ones."""
+    def _sharded(self, size_bytes: int, elements: int, experts: int, is_sharded: bool) -> int:
+        """Bytes on one rank of so many elements; experts are sharded over those ranks only that hold the same ones."""
         if not is_sharded:
             return size_bytes
-        experts = size_bytes * self.plain.local_expert_parameters // max(1, whole.count.elements)
-        return -(-(size_bytes - experts) // self.groups.shard.ranks) - (-experts // self.groups.expert_shard.ranks)
+        of_experts = size_bytes * experts // max(1, elements)
+        of_others = size_bytes - of_experts
+        return -(-of_others // self.groups.shard.ranks) - (-of_experts // self.groups.expert_shard.ranks)
 
     def _exchange_ticks(self, row: Measurement, phase: str, compute: int) -> int:
         """Of a whole micro-batch: equation (Q4); where `compute`, of this phase, hides the tensor-parallel ones, what
@@ -355,20 +398,20 @@ class LayerPricing:
             )
         )
 
-    def _parts(self, parameters: int) -> _Parts:
+    def _parts(self, parameters: int, experts: int) -> _Parts:
         """Elements by the ranks that share them out, or sum their gradients: experts, and all others."""
-        experts, groups = self.plain.local_expert_parameters, self.groups
+        groups = self.groups
         sharing = (groups.shard, groups.expert_shard) if self.layout.zero_stage else (groups.data, groups.expert_data)
         if not experts:
             return ((parameters, sharing[0]),) if parameters else ()
         both = zip((parameters - experts, experts), sharing, strict=True)
         return tuple(part for part in both if part[0])
 
-    def _optimizer_ticks(self, whole: _Whole, parts: _Parts) -> int:
-        seconds, elements = whole.update_seconds, whole.count.elements
-        if not (self.layout.zero_stage and self.plain.local_expert_parameters):
+    def _optimizer_ticks(self, whole: _Whole) -> int:
+        seconds, elements, experts = whole.update_seconds, whole.held.trained, whole.held.trained_experts
+        if not (self.layout.zero_stage and experts):
             return ticks(seconds / (self.groups.shard.ranks if self.layout.zero_stage else 1))
-        return ticks(sum(seconds * part / elements / group.ranks for part, group in parts))
+        return ticks(sum(seconds * part / elements / group.ranks for part, group in self._parts(elements, experts)))
 
     def _moving_seconds(self, count: ParameterCount) -> float:
         """Of the optimizer's states, gradients and parameters."""
@@ -422,17 +465,18 @@ class LayerPricing:
             return exchange
         return max(0, exchange - int(self.work.constants.overlap_fraction * compute))
 
-    def _gathers(self, parts: _Parts) -> tuple[int, int]:
-        """Ticks of ZeRO's exchanges in forward and backward, hidden or not: equation (T6)."""
+    def _gathers(self, held: Held, trained: _Parts) -> tuple[int, int]:
+        """Ticks of ZeRO's exchanges in forward and backward, hidden or not: equations (T6) and (T8)."""
         zero, ogp = self.layout.zero_stage, self.work.recipe
         if zero < 2:
             return 0, 0
         gather = scatter = 0.0
-        for elements, group in parts:
+        for elements, group in trained:
             scatter += self._collective_seconds("reduce_scatter", elements * ogp.gradient_bytes, group)
-            if zero == 3:
-                gather += self._collective_seconds("all_gather", elements * self._computed_bytes, group)
-        again = 0.0 if self.work.framework.keeps_gathered else gather
+        for elements, group in self._parts(held.elements, held.experts) if zero == 3 else ():
+            gather += self._collective_seconds("all_gather", elements * self._computed_bytes, group)
+        is_again = has_backward(self.plain) and not self.work.framework.keeps_gathered
+        again = gather if is_again else 0.0
         return ticks(gather), ticks(again) + ticks(scatter)
 
 

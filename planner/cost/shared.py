@@ -57,7 +57,8 @@ def shared_costs(
     layers: Sequence[Mapping[RecomputeMode, LayerCost]],
     network: Link | None = None,
 ) -> tuple[SharedCost, ...]:
-    """Parameters that several layers use, priced; a copy is split over tensor-parallel ranks if some user's is.
+    """Parameters that several layers use, priced; a copy is split over tensor-parallel ranks if some user's is. Of one
+    that is frozen nothing is summed or updated: equation (T8).
 
     Stages that hold copies exchange over `network`; None: over the slowest link that the layout's ranks cross.
     """
@@ -73,19 +74,21 @@ def shared_costs(
         # A user that holds fewer elements than the parameter has holds a shard of it; else every rank has it whole.
         split = layout.tensor_parallel_degree if least < one.parameters else 1
         local = min(-(-one.parameters // split), user.parameters)
-        count = ParameterCount(local, 0, one.factored_elements)  # what layers share is no matrix of a hidden layer
-        size_bytes = local * ogp.gradient_bytes
+        # What layers share is no matrix of a hidden layer.
+        count = ParameterCount(0 if one.frozen else local, 0, one.factored_elements)
+        trained = 0 if one.frozen else local
+        size_bytes = trained * ogp.gradient_bytes
         exchange = 2 * transfer_seconds(size_bytes / 2, between) if layout.pipeline_parallel_degree > 1 else 0.0
         states_bytes = ogp.optimizer_bytes(count) // shards[2]
         costs.append(
             SharedCost(
                 layers=users,
                 parameters_bytes=local * ogp.parameter_bytes // shards[0],
-                gradients_bytes=local * ogp.gradient_bytes // shards[1],
+                gradients_bytes=size_bytes // shards[1],
                 optimizer_bytes=0 if layout.optimizer_offload else states_bytes,
                 host_optimizer_bytes=states_bytes if layout.optimizer_offload else 0,
-                tail_ticks=(user.reduction_ticks + user.optimizer_ticks) * local // max(1, user.parameters),
-                reduction_ticks=user.reduction_ticks * local // max(1, user.parameters),
+                tail_ticks=(user.reduction_ticks + user.optimizer_ticks) * trained // max(1, user.trained),
+                reduction_ticks=user.reduction_ticks * trained // max(1, user.trained),
                 exchange_ticks=ticks(exchange),
             )
         )

@@ -139,8 +139,11 @@ class Workload:
             rows: of all layers; one of the values of `sizes`.
         """
         if id(rows) not in self._alike:
-            first: dict[tuple[int, int], int] = {}
-            keys = [(id(options), layer.parameters) for options, layer in zip(rows, self.profile.layers, strict=True)]
+            first: dict[tuple[int, int, int], int] = {}
+            keys = [
+                (id(options), layer.parameters, layer.frozen_parameters)
+                for options, layer in zip(rows, self.profile.layers, strict=True)
+            ]
             self._alike[id(rows)] = tuple(first.setdefault(key, index) for index, key in enumerate(keys))
         return self._alike[id(rows)]
 

@@ -98,6 +98,8 @@ def _seconds(layer: LayerProfile, row: Measurement) -> float:
 
 def _bytes(layer: LayerProfile, row: Measurement, precision: Precision, choice: Choice) -> float:
     """Equation (2)."""
-    count = ParameterCount(layer.parameters, row.local_matrix_elements, row.local_factored_elements)
-    ogp = recipe(precision, choice.optimizer).total_bytes(count)
+    trained = layer.parameters - layer.frozen_parameters
+    count = ParameterCount(trained, row.local_matrix_elements, row.local_factored_elements)
+    kept = recipe(precision, choice.optimizer)
+    ogp = kept.total_bytes(count) + layer.frozen_parameters * kept.parameter_bytes
     return ogp + choice.micro_batches * row.activation_bytes

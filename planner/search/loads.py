@@ -145,7 +145,8 @@ def _find_largest(work: Workload) -> ModelProfile | None:
     has_experts = any(row.local_expert_parameters for layer in work.profile.layers for row in layer.measurements)
     sharing = {name for shared in work.profile.shared_parameters for name in shared.layers}
     own = [layer for layer in work.profile.layers if layer.name not in sharing]
-    if has_experts or not own or any(link.fits for link in links):
+    has_frozen = any(layer.frozen_parameters for layer in work.profile.layers)
+    if has_experts or has_frozen or not own or any(link.fits for link in links):
         return None
     largest = max(own, key=lambda layer: layer.parameters)
     alone = {"layers": (largest,), "edges": (), "shared_parameters": ()}

@@ -43,6 +43,9 @@ class Operation(Document):
     is_linear: bool | None = Field(default=None, exclude_if=_is_none)
     """A matmul with the weight of a linear layer, which precision ``fp8`` may run in fp8; None: not told, and what has
     the bytes of one is taken for one."""
+    gradients: Literal["input", "weight", "none"] | None = Field(default=None, exclude_if=_is_none)
+    """What the backward computes of it where parameters are frozen: of a product or convolution one of its two
+    gradients alone; ``none``: nothing. None: all there is."""
 
 
 class Collective(Document):
@@ -82,8 +85,8 @@ class Measurement(Document):
     """Both without the recomputation."""
     recompute_seconds: float | None = Field(default=None, ge=0)
     optimizer_seconds: float | None = Field(default=None, ge=0)
-    """One AdamW step over this rank's parameters of the layer, when measured; another optimizer is priced by the bytes
-    that it moves / those that AdamW moves."""
+    """One AdamW step over this rank's trained parameters of the layer, when measured; another optimizer is priced by
+    the bytes that it moves / those that AdamW moves."""
     activation_bytes: int = Field(ge=0)
     """Kept from forward to backward: the layer's input where the layer keeps it, never its output, never parameters."""
     output_bytes: int = Field(ge=0)
@@ -94,12 +97,16 @@ class Measurement(Document):
     """Parameters (elements) of this rank's shard; None: parameters / tensor_parallel_degree, rounded up."""
     local_expert_parameters: int = Field(default=0, ge=0)
     """Those of them that the expert-parallel group splits: reduced over data ranks / expert-parallel degree."""
+    local_frozen_parameters: int | None = Field(default=None, ge=0, exclude_if=_is_none)
+    """Those of `local_parameters` that are not trained; None: frozen_parameters / tensor_parallel_degree, rounded up."""
+    local_frozen_expert_parameters: int = Field(default=0, ge=0, exclude_if=not_)
+    """Those of `local_expert_parameters` that are not trained."""
     local_matrix_elements: int | None = Field(default=None, ge=0)
-    """Those of `local_parameters` in matrices of hidden layers, which Muon orthogonalises; None: not known."""
+    """Those of the trained ones in matrices of hidden layers, which Muon orthogonalises; None: not known."""
     local_muon_flops: int | None = Field(default=None, ge=0)
     """FLOPs of one Muon step over these matrices; None: not known."""
     local_factored_elements: int | None = Field(default=None, ge=0)
-    """Numbers that Adafactor keeps of them: rows + columns of matrices, all of vectors; None: not known."""
+    """Numbers that Adafactor keeps of the trained ones: rows + columns of matrices, all of vectors; None: not known."""
     forward_bytes: int = Field(default=0, ge=0)
     """Bytes the forward's kernels read and write."""
     backward_bytes: int = Field(default=0, ge=0)
@@ -124,6 +131,18 @@ class Measurement(Document):
                 raise ValueError("a measured row that recomputes needs recompute_seconds")
         return self
 
+    @model_validator(mode="after")
+    def _frozen_are_held(self) -> Self:
+        held, frozen = self.local_parameters, self.local_frozen_parameters
+        if held is not None and frozen is not None and frozen > held:
+            raise ValueError(f"local_frozen_parameters({frozen}) are more than local_parameters({held})")
+        if self.local_frozen_expert_parameters > self.local_expert_parameters:
+            raise ValueError(
+                f"local_frozen_expert_parameters({self.local_frozen_expert_parameters}) are more than "
+                f"local_expert_parameters({self.local_expert_parameters})"
+            )
+        return self
+
 
 class LayerProfile(Document):
     """The smallest unit that may be placed."""
@@ -135,7 +154,15 @@ class LayerProfile(Document):
     """Qualified names of the modules, as in the user's model."""
     parameters: int = Field(ge=0)
     """Elements, whole layer; shared parameters are counted in every layer that uses them."""
+    frozen_parameters: int = Field(default=0, ge=0, exclude_if=not_)
+    """Those of them that are not trained (``requires_grad=False``): no gradients, no states of the optimizer."""
     measurements: tuple[Measurement, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _frozen_are_among_all(self) -> Self:
+        if self.frozen_parameters > self.parameters:
+            raise ValueError(f"frozen_parameters({self.frozen_parameters}) are more than parameters({self.parameters})")
+        return self
 
 
 class SkipEdge(Document):
@@ -165,6 +192,8 @@ class SharedParameters(Document):
     """Elements of one copy."""
     factored_elements: int | None = Field(default=None, ge=0)
     """Numbers that Adafactor keeps of one copy: rows + columns of a matrix, all of a vector; None: not known."""
+    frozen: bool = Field(default=False, exclude_if=not_)
+    """Not trained: no copy has gradients."""
 
 
 _ROWS = '"measurements":'
@@ -186,7 +215,8 @@ class ModelProfile(Document):
     """What its seconds were measured in, where that is not `dtype`: linear layers' products in fp8. A profile without
     seconds serves both."""
     model_digest: str = ""
-    """sha256 over the names and shapes of the model's parameters; tells a profile of another model."""
+    """sha256 over the names and shapes of the model's parameters, and which are frozen; tells a profile of another
+    model."""
     tokens_per_sample: int = Field(default=0, ge=0)
     """Longest sequence that the model takes; 0 for models without a sequence."""
     cut: tuple[str, ...] = ()

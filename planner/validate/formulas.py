@@ -110,15 +110,18 @@ def _over_host(row: Measurement, device: LayerSeconds, machine: Machine) -> Laye
     if not constants.host_forward_seconds and not constants.host_backward_seconds:
         return device
     launched = sum(one.count for one in row.operations)
-    twice = sum(one.count for one in row.operations if one.kind in ("matmul", "convolution"))
     again = sum(one.count for one in row.recompute_operations)
     if machine.casts is not None:
-        first, *later = (sum(cast.kernels for cast in casts) for casts in _passes(machine.casts))
-        low = sum(one.count for one in row.operations if one.is_linear)
+        first = sum(cast.kernels for cast in machine.casts.forward)
         again += first * sum(one.count for one in row.recompute_operations if one.is_linear)
-        launched, twice = launched + first * low, twice + (sum(later) - first) * low
-    backward = device.backward_input + device.backward_weight
-    floor = _norm(backward, (launched + twice) * constants.host_backward_seconds)
+        launched += first * sum(one.count for one in row.operations if one.is_linear)
+    backward, back = device.backward_input + device.backward_weight, 0
+    for one in row.operations:
+        back += one.count * len(_gradients_of(one))
+        if machine.casts is not None and one.is_linear:
+            casts = dict(zip(("input", "weight"), _passes(machine.casts)[1:], strict=True))
+            back += one.count * sum(cast.kernels for each in _gradients_of(one) for cast in casts[each])
+    floor = _norm(backward, back * constants.host_backward_seconds)
     slower = floor / backward if backward else 1.0
     return LayerSeconds(
         _norm(device.forward, launched * constants.host_forward_seconds),
@@ -128,12 +131,29 @@ def _over_host(row: Measurement, device: LayerSeconds, machine: Machine) -> Laye
     )
 
 
+def _gradients_of(one: Operation) -> tuple[str, ...]:
+    """What the backward computes of an operation: a product's input and weight gradient, or those that are left of
+    them; one of any other."""
+    if one.gradients is not None:
+        return () if one.gradients == "none" else (one.gradients,)
+    return ("input", "weight") if one.kind in ("matmul", "convolution") else ("input",)
+
+
 def _norm(first: float, second: float) -> float:
     return float((first**SMOOTHNESS + second**SMOOTHNESS) ** (1 / SMOOTHNESS))
 
 
 def _operation_seconds(one: Operation, machine: Machine) -> tuple[float, float, float]:
-    """(forward, input gradient, weight gradient) of all runs of an operation: equations (C1) to (C3)."""
+    """(forward, input gradient, weight gradient) of all runs of an operation: equations (C1) to (C3). Gradients that
+    nobody trained asks for take no time."""
+    forward, of_input, of_weight = _trained_seconds(one, machine)
+    if one.gradients is None:
+        return forward, of_input, of_weight
+    return forward, of_input if one.gradients == "input" else 0.0, of_weight if one.gradients == "weight" else 0.0
+
+
+def _trained_seconds(one: Operation, machine: Machine) -> tuple[float, float, float]:
+    """Where all is trained."""
     constants = machine.constants
     if machine.casts is not None and one.is_linear:
         return _low_precision_seconds(one, machine, machine.casts)

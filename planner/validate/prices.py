@@ -1,4 +1,4 @@
-"""Nanoseconds and bytes of one layer on one rank, from its measurement: equations (T1) to (T7), (M1) and (M5).
+"""Nanoseconds and bytes of one layer on one rank, from its measurement: equations (T1) to (T8), (M1) and (M5).
 
 Durations are whole nanoseconds, rounded once per layer and part, because the plan's are.
 """
@@ -131,11 +131,11 @@ class Prices:
     @cached_property
     def layers(self) -> tuple[dict[RecomputeMode, LayerPrice], ...]:
         """By layer, in the model's order, and recompute mode; identical layers share one dict."""
-        known: dict[tuple[int, int, bool], dict[RecomputeMode, LayerPrice]] = {}
+        known: dict[tuple[int, int, int, bool], dict[RecomputeMode, LayerPrice]] = {}
         prices = []
         for place, layer in enumerate(self.facts.profile.layers, 1):
             is_output = place == len(self.facts.profile.layers)
-            key = (id(layer.measurements), layer.parameters, is_output)
+            key = (id(layer.measurements), layer.parameters, layer.frozen_parameters, is_output)
             if key not in known:
                 rows = self._rows(layer, is_output=is_output)
                 known[key] = {mode: self._price(layer, row, plain_row(rows)) for mode, row in rows.items()}
@@ -207,8 +207,8 @@ class Prices:
             reduction=self._reduction(held),
             update=self._update(plain, held) + self._copied(2 * state.optimizer, "optimizer_offload"),
             gathered_forward=gather,
-            gathered_backward=gather + scatter,
-            gathered_bytes=held.count.elements * self._ogp.parameter_bytes if self.facts.layout.zero_stage == 3 else 0,
+            gathered_backward=scatter + (gather if _goes_back(plain) else 0),
+            gathered_bytes=held.elements * self._ogp.parameter_bytes if self.facts.layout.zero_stage == 3 else 0,
             state=state,
             saved_bytes=saved_bytes,
             copied=self._copied(saved_bytes, "activation_offload"),
@@ -277,8 +277,9 @@ class Prices:
         keeps no gradient whole, ZeRO 3 no parameter; experts go among the ranks over which (M1) shards them."""
         zero, ogp = self.facts.layout.zero_stage, self._ogp
         gather = scatter = 0.0
-        for elements, group in self._parts(held):
+        for elements, group in self._parts(held, held.frozen, held.frozen_experts):
             gather += self._collective("all_gather", elements * ogp.parameter_bytes, group) + self._fixed(group)
+        for elements, group in self._parts(held):
             scatter += self._collective("reduce_scatter", elements * ogp.gradient_bytes, group) + self._fixed(group)
         return nanoseconds(gather) if zero == 3 else 0, nanoseconds(scatter) if zero >= 2 else 0
 
@@ -303,7 +304,7 @@ class Prices:
         seconds += self._orthogonalising(row)
         if not self.facts.layout.zero_stage:
             return nanoseconds(seconds)
-        if not held.experts:
+        if not held.experts - held.frozen_experts:
             return nanoseconds(seconds / self._ranks("shard"))
         return nanoseconds(
             sum(seconds * elements / count.elements / self._ranks(group) for elements, group in self._parts(held))
@@ -326,20 +327,29 @@ class Prices:
         return zero >= 3, zero >= 2, zero >= 1
 
     def _state(self, held: HeldParameters) -> StateBytes:
-        ogp, elements = self._ogp, held.count.elements
-        whole = (elements * ogp.parameter_bytes, elements * ogp.gradient_bytes, ogp.optimizer_bytes(held.count))
-        parts = zip(whole, self._is_sharded(), strict=True)
-        return StateBytes(*(self._shard(size, held) if is_sharded else size for size, is_sharded in parts))
+        """Equations (M1) and (T8): parameters of all, gradients and states of what is trained."""
+        ogp, trained = self._ogp, held.count.elements
+        every, of_trained = (held.elements, held.experts), (trained, held.experts - held.frozen_experts)
+        parameters, gradients, optimizer = self._is_sharded()
+        return StateBytes(
+            parameters=self._shard(held.elements * ogp.parameter_bytes, *every, is_sharded=parameters),
+            gradients=self._shard(trained * ogp.gradient_bytes, *of_trained, is_sharded=gradients),
+            optimizer=self._shard(ogp.optimizer_bytes(held.count), *of_trained, is_sharded=optimizer),
+        )
 
-    def _shard(self, size_bytes: int, held: HeldParameters) -> int:
-        """Of the fullest rank; experts by their share of the parameters, rounded down."""
-        experts = size_bytes * held.experts // max(1, held.count.elements)
+    def _shard(self, size_bytes: int, elements: int, of_experts: int, *, is_sharded: bool) -> int:
+        """Of the fullest rank; experts by their share of so many elements, rounded down."""
+        if not is_sharded:
+            return size_bytes
+        experts = size_bytes * of_experts // max(1, elements)
         return _share(size_bytes - experts, self._ranks("shard")) + _share(experts, self._ranks("expert_shard"))
 
-    def _parts(self, held: HeldParameters) -> tuple[tuple[int, str], ...]:
-        """(elements, group whose ranks share them out, or without ZeRO sum their gradients)."""
-        whole, experts = ("shard", "expert_shard") if self.facts.layout.zero_stage else ("data", "expert_data")
-        both = ((held.count.elements - held.experts, whole), (held.experts, experts))
+    def _parts(self, held: HeldParameters, frozen: int = 0, frozen_experts: int = 0) -> tuple[tuple[int, str], ...]:
+        """(elements, group whose ranks share them out, or without ZeRO sum their gradients) of what is trained, and of
+        so many that are frozen."""
+        experts, elements = held.experts - held.frozen_experts + frozen_experts, held.count.elements + frozen
+        whole, of_experts = ("shard", "expert_shard") if self.facts.layout.zero_stage else ("data", "expert_data")
+        both = ((elements - experts, whole), (experts, of_experts))
         return tuple(part for part in both if part[0])
 
     def _shared(self, shared: SharedParameters) -> SharedPrice:
@@ -350,20 +360,23 @@ class Prices:
         names = [layer.name for layer in facts.profile.layers]
         users = tuple(sorted({names.index(name) for name in shared.layers}))
         last, price = facts.profile.layers[users[-1]], next(iter(self.layers[users[-1]].values()))
-        of_layer = held_parameters(last, price.plain).count.elements
+        layer = held_parameters(last, price.plain)
         held = [held_parameters(facts.profile.layers[at], next(iter(self.layers[at].values())).plain) for at in users]
-        is_split = any(one.count.elements < shared.parameters for one in held)
-        elements = min(_share(shared.parameters, facts.layout.tensor_parallel_degree if is_split else 1), of_layer)
-        exchange = 2 * send_seconds(elements * ogp.gradient_bytes / 2, self.site.tied)
+        is_split = any(one.elements < shared.parameters for one in held)
+        elements = min(
+            _share(shared.parameters, facts.layout.tensor_parallel_degree if is_split else 1), layer.elements
+        )
+        trained, of_layer = 0 if shared.frozen else elements, layer.count.elements
+        exchange = 2 * send_seconds(trained * ogp.gradient_bytes / 2, self.site.tied)
         return SharedPrice(
             users=users,
-            reduction=price.reduction * elements // max(1, of_layer),
-            reduction_and_update=(price.reduction + price.update) * elements // max(1, of_layer),
+            reduction=price.reduction * trained // max(1, of_layer),
+            reduction_and_update=(price.reduction + price.update) * trained // max(1, of_layer),
             exchange=nanoseconds(exchange) if facts.layout.pipeline_parallel_degree > 1 else 0,
             state=StateBytes(
                 parameters=elements * ogp.parameter_bytes // by_parameters,
-                gradients=elements * ogp.gradient_bytes // by_gradients,
-                optimizer=ogp.optimizer_bytes(ParameterCount(elements, 0, shared.factored_elements)) // by_optimizer,
+                gradients=trained * ogp.gradient_bytes // by_gradients,
+                optimizer=ogp.optimizer_bytes(ParameterCount(trained, 0, shared.factored_elements)) // by_optimizer,
             ),
         )
 
@@ -384,17 +397,36 @@ class HeldParameters:
     """Parameters of a layer on the fullest rank of its tensor-parallel group."""
 
     count: ParameterCount
+    """Of those that are trained."""
     experts: int
-    """Elements of them that the expert-parallel group splits."""
+    """Elements that the expert-parallel group splits, trained or not."""
+    frozen: int
+    """Elements that are not trained: no gradients, nothing to reduce, scatter or update."""
+    frozen_experts: int
+    """Those of the experts' elements that are not."""
+
+    @property
+    def elements(self) -> int:
+        """All of them."""
+        return self.count.elements + self.frozen
 
 
 def held_parameters(layer: LayerProfile, plain: Measurement) -> HeldParameters:
-    """What a rank holds of a layer."""
-    elements = plain.local_parameters
+    """What a rank holds of a layer: equation (T8)."""
+    elements, frozen = plain.local_parameters, plain.local_frozen_parameters
     if elements is None:
         elements = _share(layer.parameters, plain.tensor_parallel_degree)
-    count = ParameterCount(elements, plain.local_matrix_elements, plain.local_factored_elements)
-    return HeldParameters(count, plain.local_expert_parameters)
+    if frozen is None:
+        frozen = _share(layer.frozen_parameters, plain.tensor_parallel_degree)
+    experts, frozen_experts = plain.local_expert_parameters, plain.local_frozen_expert_parameters
+    frozen = min(frozen, elements - (experts - frozen_experts))
+    count = ParameterCount(elements - frozen, plain.local_matrix_elements, plain.local_factored_elements)
+    return HeldParameters(count, experts, frozen, frozen_experts)
+
+
+def _goes_back(plain: Measurement) -> bool:
+    """Does any kernel of the layer have a backward, as far as is told?"""
+    return {one.gradients for one in plain.operations} != {"none"}
 
 
 def _share(whole: int, parts: int) -> int:
