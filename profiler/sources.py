@@ -266,7 +266,7 @@ def _find_callable(reference: str) -> Any:
         sys.path.insert(0, "")  # a module beside the user's working directory, as `python -m` would find it
     try:
         found: Any = importlib.import_module(module_name)
-    except Exception as error:  # any: importing runs the user's code
+    except (Exception, SystemExit) as error:  # any: importing runs the user's code
         raise DocumentError(
             f"cannot import {module_name!r}: {_first_line(error)}",
             field=reference,
@@ -284,7 +284,7 @@ def _find_callable(reference: str) -> Any:
 def _call(function: Any, reference: str) -> tuple[nn.Module, Example]:
     try:
         result = function()
-    except Exception as error:  # any: it is the user's code
+    except (Exception, SystemExit) as error:  # any: it is the user's code
         raise DocumentError(
             f"the callable failed: {_first_line(error)}", field=reference, mend="make it run without arguments."
         ) from error

@@ -94,10 +94,11 @@ def load_callable(reference: str, *, field: str) -> Callable[..., Any]:
         sys.path.insert(0, os.getcwd())
     try:
         value = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (Exception, SystemExit) as error:  # any: importing runs the user's code
+        why = str(error) if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
         raise DocumentError(
-            f"{reference!r} cannot be imported: {error}.", field=field, mend="write package.module:callable."
-        ) from None
+            f"{reference!r} cannot be imported: {why}.", field=field, mend="write package.module:callable."
+        ) from error
     if not callable(value):
         raise DocumentError(f"{reference!r} is not callable.", field=field, mend="name a function.")
     return value  # type: ignore[no-any-return]

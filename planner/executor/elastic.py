@@ -239,7 +239,8 @@ class Elastic:
         figures = {"ranks_lost": len(lost), "devices_left": len(usable), "steps_trained": trained, "steps_kept": kept}
         rank = "rank" if len(lost) == 1 else "ranks"
         left = f"{counted(len(usable), 'device')} left, {counted(kept, 'step')} kept"
-        text = f"{rank} {names} killed after {counted(trained, 'step')}; {left}"
+        why = ended.error.problems[0].message.splitlines()[0].rstrip(":.")
+        text = f"{rank} {names} killed after {counted(trained, 'step')}; {left}; {why}"
         self._decide(trained, "lost", text, figures)
         if self._restarts > self._policy.restarts:
             raise RunError(

@@ -19,6 +19,7 @@ from planner.errors import DocumentError, MismatchError, RunError, UnsupportedEr
 from planner.executor.build import boundaries, build_rank, stage_ranges
 from planner.executor.checkpoint import Checkpoints
 from planner.executor.data import DataSpec, load_dataset
+from planner.executor.doing import now
 from planner.executor.loss import load_loss, loss_of_pieces
 from planner.executor.materialise import materialise
 from planner.executor.memory import peak_bytes, reset_peak
@@ -80,6 +81,7 @@ class Executor:
         weights: str | Path | None = None,
         deterministic: bool = False,
     ) -> None:
+        now("while it read the plan and the model")
         self.plan = plan if isinstance(plan, Plan) else read(Plan, plan)
         grid = check_plan(self.plan)
         check_world(self.plan, world_size())
@@ -92,8 +94,10 @@ class Executor:
         self.device = choose_device(device)
         if deterministic:
             _be_deterministic()
+        now("while it joined the process group")
         self._made_group = _join(self.device, timeout_seconds)
         self.mesh = build_mesh(grid, self.device.type)
+        now("while it built its part of the model")
         with telling_out_of_memory(self.plan, self.mesh, self.device, "while its part was built"):
             self.part = build_rank(
                 self.plan,
@@ -106,6 +110,7 @@ class Executor:
                 fill=fill,
             )
         self._seed = seed
+        now("while it opened the data")
         dataset = load_dataset(data, data_spec(self.plan, self.source), seed=seed)
         self._trainer = Trainer(self.plan, self.part, self.mesh, dataset, device=self.device, clip=max_gradient_norm)
 
@@ -136,6 +141,7 @@ class Executor:
             raise DocumentError(f"cannot be {steps}.", field="steps", mend="give a whole number of at least 1.")
         keeper, first = self._keeper(checkpoints), 0
         if keeper is not None:
+            now("while it took up the checkpoint")
             first = keeper.resume()
             _check_steps_left(first, steps)
         reset_peak(self.device)

@@ -30,8 +30,8 @@ from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[a
 from planner.executor.agreement import Agreement
 from planner.executor.checkpoint_folder import newest_step
 from planner.executor.executor import choose_device, join
-from planner.executor.failure import write_failure
 from planner.executor.journal import Journal
+from planner.executor.last_words import last_words
 from planner.executor.nodes import NodePlanner, elastic_folder
 from planner.executor.pilot import How, Moments, Pilot
 from planner.executor.rendezvous import BEGAN, ROUND, Board
@@ -135,13 +135,13 @@ def run_rank(plan: Plan, settings: RunSettings, options: RankOptions, planner: N
     """
     place = Place.here()
     board = Board.at(options.rendezvous, place.run)
-    try:
-        return NodeRank(place, board, plan, settings, options, planner).run()
-    except Exception as error:
-        write_failure(options.failures, place.rank, error)
-        if not has_lost_others(error):
-            board.end(place.rank, error)
-        raise
+    with last_words(options.failures, place.rank):
+        try:
+            return NodeRank(place, board, plan, settings, options, planner).run()
+        except Exception as error:
+            if not has_lost_others(error):
+                board.end(place.rank, error)
+            raise
 
 
 def has_lost_others(error: BaseException | None) -> bool:

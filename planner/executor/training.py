@@ -15,6 +15,7 @@ from planner.errors import RunError
 from planner.executor import gradients
 from planner.executor.build import RankPart
 from planner.executor.data import Dataset, Inputs, local_part
+from planner.executor.doing import now
 from planner.executor.hang import awaited, is_timeout, waited_in_vain, where
 from planner.executor.memory import allocator_error, peak_bytes
 from planner.executor.mesh import Mesh
@@ -101,6 +102,7 @@ class Trainer:
         self._spikes, self.warnings = SpikeWatch(), ()
         records: list[StepRecord] = []
         for step in range(first, steps):
+            now(f"in step {step}")
             records.append(self._step_in_time(step))
             if len(records) > RECORDED_STEPS:
                 old = records[-1 - RECORDED_STEPS]

@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.executor.checkpoint_folder import final_path
-from planner.executor.failure import write_failure, write_stopped
+from planner.executor.doing import now
+from planner.executor.failure import write_stopped
+from planner.executor.last_words import last_words
 from planner.executor.settings import RunSettings
 from planner.executor.stopping import STOPPED, leaving_in_time
-from planner.executor.training import Metrics
 from planner.spec.plan import Plan
 
 if TYPE_CHECKING:
     from planner.executor.executor import Executor
+    from planner.executor.training import Metrics
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,12 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--failures", type=Path, help="folder for word of a rank that fails or stops")
     RunSettings.add_arguments(parser)
     options = parser.parse_args(arguments)
-    try:
+    with last_words(options.failures, int(os.environ.get("RANK", "0"))):
         return _train(options)
-    except Exception as error:
-        if options.failures is not None:
-            write_failure(options.failures, int(os.environ.get("RANK", "0")), error)
-        raise
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -64,6 +62,7 @@ def _train(options: argparse.Namespace) -> int:
 
 def make_executor(plan: Plan | str, settings: RunSettings) -> Executor:
     """This rank's executor."""
+    now("while it imported torch and the executor")
     from planner.executor.executor import Executor
 
     return Executor(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.errors import DocumentError, LayoutError, MismatchError, PlannerError, RunError, UnsupportedError
-from planner.executor.failure import read_failure, write_failure
+from planner.executor import doing, last_words
+from planner.executor.failure import crash_path, doing_path, read_failure, write_failure
 from planner.executor.launch import commands, node_commands, nodes, run_plan
 from planner.executor.settings import RunSettings
 from planner.spec import Cluster, Plan
@@ -138,3 +140,76 @@ def test_failure_without_a_report_is_read_from_torchrun(tmp_path: Path, stderr: 
     """A killed rank writes nothing; torchrun tells the signal."""
     with pytest.raises(PlannerError, match=message):
         raise read_failure(tmp_path, stderr)
+
+
+FAULT = KILLED.replace("-9 (pid: 7) (SIGKILL)", "-11 (pid: 7) (SIGSEGV)")
+LEFT = """
+Traceback (most recent call last):
+ImportError: libmissing.so: cannot open shared object file
+[rank0]: RuntimeError: connection closed by peer
+E0102 03:04:05.000000 7 torch/distributed/elastic/api.py:882] failed (exitcode: 1) local_rank: 3 (pid: 7)
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError
+""" + KILLED.replace("-9 (pid: 7) (SIGKILL)", "1 (pid: 7)")
+
+
+def test_rank_with_a_fault_is_told_with_what_it_did_and_where(tmp_path: Path) -> None:
+    """A segfault leaves no error: the launcher reads the rank's note and the stack, and blames native code."""
+    doing_path(tmp_path, 3).write_text("in step 7")
+    crash_path(tmp_path, 3).write_text('Fatal Python error: Segmentation fault\n\n  File "mine.py", line 5 in kernel\n')
+    error = read_failure(tmp_path, FAULT)
+    assert error.problems[0].message.splitlines() == [
+        "rank 3 was killed (signal 11), in step 7:",
+        "Fatal Python error: Segmentation fault",
+        '  File "mine.py", line 5 in kernel',
+    ]
+    assert "native code" in error.problems[0].mend
+
+
+def test_rank_that_fails_before_its_handler_stands_is_told_by_its_own_lines(tmp_path: Path) -> None:
+    """Neither torchrun's log nor the errors of neighbours that only lost it."""
+    write_failure(tmp_path, 0, RuntimeError("connection closed by peer"))
+    message = read_failure(tmp_path, LEFT).problems[0].message
+    first, *_, last = message.splitlines()
+    assert first == "rank 3 ended with exit code 1, before it could say what it did:"
+    assert last == "ImportError: libmissing.so: cannot open shared object file"
+
+
+def test_leaving_by_sys_exit_is_an_error_and_leaving_in_order_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code of the user that calls sys.exit(3) is named, with the place; codes 0 and 143 say nothing."""
+    monkeypatch.setattr(last_words.faulthandler, "enable", os.close)
+
+    def leave(code: int) -> None:
+        with last_words.last_words(tmp_path, 2):
+            doing.now("while it opened the data")
+            raise SystemExit(code)
+
+    for code in (0, 143, 3):
+        with pytest.raises(SystemExit):
+            leave(code)
+        assert (tmp_path / "rank-2.json").exists() == (code == 3)
+    error = read_failure(tmp_path, "")
+    assert isinstance(error, RunError)
+    assert "rank 2 called sys.exit(3) while it opened the data:\n" in str(error)
+    assert "raise SystemExit(code)" in str(error)
+
+
+def test_torchrun_of_the_user_tells_the_error_in_its_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the form that torch reads: rank, what it did, error and mend, in place of a traceback per rank."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    path = tmp_path / "error.json"
+    monkeypatch.setenv(last_words.ERROR_FILE, str(path))
+
+    def fail() -> None:
+        with last_words.last_words(None, 1):
+            doing.now("while it joined the process group")
+            raise RunError("this process has no device 'cuda'.", field="device", mend="use cpu.")
+
+    with pytest.raises(SystemExit):
+        fail()
+    summary = str(ChildFailedError("worker", {1: ProcessFailure(1, 7, 1, str(path))}))
+    assert (
+        "rank 1 failed while it joined the process group: device: this process has no device 'cuda'. Mend:" in summary
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import time
@@ -77,11 +78,26 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
         run_plan(plan, model=str(tmp_path / "gpt2.json"), steps=1, loss=f"{__name__}:sleeping_loss", timeout_seconds=10)
 
 
+def crashing_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Reads memory that is not there, on the last stage only."""
+    ctypes.string_at(0)
+    return logits.sum()
+
+
+def test_crashing_rank_is_named(tmp_path: Path) -> None:
+    """A segmentation fault leaves no exception: the error tells the rank, its step and where it stood."""
+    source = source_of("gpt2", tmp_path)
+    plan = make_plan([layer.name for layer in source.cut().layers], (2, 4), micro_batches=2)
+    told = r"(?s)rank 1 was killed \(signal 11\), in step 0:\n.*Segmentation fault.* in crashing_loss"
+    with pytest.raises(RunError, match=told):
+        run_plan(plan, model=str(tmp_path / "gpt2.json"), steps=1, loss=f"{__name__}:crashing_loss", timeout_seconds=30)
+
+
 def test_failing_rank_is_named(tmp_path: Path) -> None:
     """The error tells the rank that failed first and its last lines; its neighbours do not hang."""
     source = source_of("gpt2", tmp_path)
     plan = make_plan([layer.name for layer in source.cut().layers], (2, 4), micro_batches=2)
-    with pytest.raises(RunError, match=r"(?s)rank 1 failed first:.*this loss has a mistake"):
+    with pytest.raises(RunError, match=r"(?s)rank 1 failed first in step 0:\n.*this loss has a mistake"):
         run_plan(plan, model=str(tmp_path / "gpt2.json"), steps=1, loss=f"{__name__}:failing_loss", timeout_seconds=30)
 
 
