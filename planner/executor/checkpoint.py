@@ -272,8 +272,10 @@ def _empty(facts: TensorStorageMetadata) -> torch.Tensor:
 
 
 def _as_boxes(value: torch.Tensor) -> torch.Tensor | StoredPiece:
-    """A tensor as DCP can store it: it takes DTensors whose parts are one box each."""
-    return StoredPiece.of_rank(value, local(value)) if is_sectioned(value) else value
+    """A tensor as DCP can store it: it takes DTensors whose parts are one box each, and begin their storages, for torch
+    cannot copy others (ZeRO makes parameters views of one tensor)."""
+    is_inside = isinstance(value, DTensor) and value.storage_offset() > 0
+    return StoredPiece.of_rank(value, local(value)) if is_inside or is_sectioned(value) else value
 
 
 def _cause(error: BaseException) -> str:
