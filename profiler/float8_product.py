@@ -62,7 +62,9 @@ class _Float8Product(torch.autograd.Function):
         rows = input.reshape(-1, input.shape[-1])
         scales = _scales({"input": rows, "weight": weight}, parts)
         cast = partial(_cast, scales, _settings(rows.device))
-        context.save_for_backward(input, weight)
+        of_input, of_weight = context.needs_input_grad[:2]
+        # A frozen weight has no gradient that the input would be kept for; nor does what nothing trained leads to.
+        context.save_for_backward(input if of_weight else None, weight if of_input else None)
         context.scales, context.parts = scales, parts
         made = torch.mm(cast(rows, "input"), cast(weight, "weight"))
         return made.reshape(*input.shape[:-1], weight.shape[1])
@@ -70,14 +72,16 @@ class _Float8Product(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *gradients: Any) -> tuple[Tensor | None, Tensor | None, None]:
         input, weight = context.saved_tensors
-        rows, incoming = input.reshape(-1, input.shape[-1]), gradients[0].reshape(-1, weight.shape[1])
+        incoming = gradients[0].reshape(-1, gradients[0].shape[-1])
         scales = context.scales | _scales({"gradient": incoming}, context.parts)
-        cast = partial(_cast, scales, _settings(rows.device, pads=rows.shape[0] % MULTIPLE > 0))
+        cast = partial(_cast, scales, _settings(incoming.device, pads=incoming.shape[0] % MULTIPLE > 0))
         gradient = cast(incoming, "gradient")
         of_input = of_weight = None
         if _is_wanted(context, 0):
-            of_input = torch.mm(gradient, cast(weight, "weight").t()).reshape(input.shape)
+            made = torch.mm(gradient, cast(weight, "weight").t())
+            of_input = made.reshape(*gradients[0].shape[:-1], made.shape[-1])
         if _is_wanted(context, 1):
+            rows = input.reshape(-1, input.shape[-1])
             of_weight = torch.mm(gradient.t(), cast(rows, "input")).t()
         return of_input, of_weight, None
 

@@ -185,8 +185,8 @@ class LayerRun:
         parts: the modules that run the layer (`LayerCut.parts`).
         with_loss: the layer is the last one: the loss of each of its outputs belongs to it.
         recomputable: count the modes that recompute, too.
-        has_frozen: the model has parameters that are not trained: tell which gradients every kernel's backward computes.
-            Of all others it is not told, for they are priced with both of a product, by constants fitted so.
+        has_frozen: the model has parameters that are not trained: tell which gradients a kernel's backward computes. Of
+            all other models it is not told, for they are priced with both of a product, by constants fitted so.
     """
 
     def __init__(

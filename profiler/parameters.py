@@ -46,13 +46,12 @@ def hidden_matrices(model: nn.Module, cut: LayerCut) -> frozenset[str]:
     inner += [name for layer in cut.layers[1:-1] for name in layer.parameters]
     shared = {name for group in cut.shared_parameters for name in group.names}
     looked_up = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, nn.Embedding)}
+    apart = shared | looked_up
+    trained = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
     return frozenset(
         name
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-        and parameter.dim() == 2
-        and name.startswith(tuple(inner))
-        and name not in shared | looked_up
+        for name, parameter in trained
+        if parameter.dim() == 2 and name.startswith(tuple(inner)) and name not in apart
     )
 
 

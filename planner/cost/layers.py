@@ -1,7 +1,7 @@
 """Costs of all layers under one layout: what the step model adds up and the solver chooses.
 
-Those of one layer are equations (T1) to (T4) and (T6) to (T8) of `planner.cost.pricing`, with what `planner.cost.offload`
-adds to them; and for a stage s
+Those of one layer are equations (T1) to (T4) and (T6) to (T8) of `planner.cost.pricing`, with what
+`planner.cost.offload` adds to them; and for a stage s
 
     (T5)  c(s) = latency + bytes of every tensor that crosses the boundary / bandwidth    -> transfer_ticks()
 """

@@ -25,7 +25,7 @@ last digit. Per layer l, recompute mode r, micro-batch:
     (T8)  of n parameters on a rank z are frozen (``requires_grad=False``): u(l), g(l) and all that is summed or
                   scattered under (T6) and (T7) is of the n - z others, as are gradients and states of (M1); all n are
                   kept, and gathered under ZeRO 3; but not for the backward where no kernel of the layer has one, as
-                  nothing is trained in it or before it (Hu et al. 2021, "LoRA", section 4.2)  -> Held
+                  nothing is trained in it or before it (Hu et al. 2021, "LoRA", section 4.2)  -> planner.cost.held
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from planner.cost.chunks import NO_ATTENTION, AttentionPart, attention_part, in_
 from planner.cost.communication import Group, collective_seconds
 from planner.cost.compute import Computation
 from planner.cost.groups import Groups
+from planner.cost.held import Held, has_backward
 from planner.cost.ticks import ticks
 from planner.cost.workload import Workload, modes_of
 from planner.spec.layout import Layout
@@ -109,11 +110,6 @@ class LayerCost(NamedTuple):
         return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
 
 
-def has_backward(row: Measurement) -> bool:
-    """Does a gradient go through the layer? None does where it is told so of every kernel: equation (T8)."""
-    return not row.operations or any(one.gradients != "none" for one in row.operations)
-
-
 def moved_bytes(ogp: OgpRecipe, count: ParameterCount) -> int:
     """Bytes that a step reads and writes: states and parameters both ways, gradients once."""
     return 2 * ogp.optimizer_bytes(count) + count.elements * (ogp.gradient_bytes + 2 * ogp.parameter_bytes)
@@ -150,31 +146,6 @@ class _Whole:
     """Of the parameters, as forward and backward take them."""
     update_seconds: float
     """Equation (T3)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Elements of a layer on one rank: equation (T8)."""
-
-    elements: int
-    experts: int
-    """Those of them that the expert-parallel group splits."""
-    trained: int
-    """Those of the elements that are not frozen."""
-    trained_experts: int
-    """Likewise of the experts."""
-
-    @classmethod
-    def of(cls, layer: LayerProfile, row: Measurement) -> Held:
-        """What the row tells; else equal shares of the layer's, rounded up."""
-        elements, frozen = row.local_parameters, row.local_frozen_parameters
-        if elements is None:
-            elements = -(-layer.parameters // row.tensor_parallel_degree)
-        if frozen is None:
-            frozen = -(-layer.frozen_parameters // row.tensor_parallel_degree)
-        experts = row.local_expert_parameters
-        trained_experts = experts - row.local_frozen_expert_parameters
-        return cls(elements, experts, max(trained_experts, elements - frozen), trained_experts)
 
 
 _Parts = tuple[tuple[int, Group], ...]

@@ -391,13 +391,14 @@ def _part_of(hidden: Boundary, parts: int) -> Boundary:
 def _shared_copies(
     module: nn.Module, shared: tuple[SharedParameters, ...], plan: Plan, mesh: Mesh, shards: ZeroShards | None
 ) -> tuple[SharedCopy, ...]:
-    """This rank's copies of parameters that other ranks hold too. Every rank makes every group, as torch asks."""
+    """This rank's copies of parameters that are trained and that other ranks hold too. Every rank makes every group, as
+    torch asks."""
     rank_of = {layer.name: stage.pipeline_rank for stage in plan.stages for layer in stage.layers}
     held = dict(module.named_parameters(remove_duplicate=False))
     copies = []
     for parameters in shared:
         ranks = sorted({rank_of[layer] for layer in parameters.layers})
-        if len(ranks) == 1:
+        if len(ranks) == 1 or parameters.frozen:
             continue
         group = _group_across(ranks, mesh)
         names = [name for name in parameters.names if name in held]

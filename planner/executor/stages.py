@@ -100,11 +100,19 @@ class TimedStage(PipelineStage):
         keywords = (kwargs or {}) | self._pieces.keywords(fwd_chunk_id)
         output = super().forward_one_chunk(fwd_chunk_id, args, keywords, save_forward_output)
         _release(self.args_recv_info[fwd_chunk_id])
+        self._let_go_of_inputs(fwd_chunk_id)
         outputs = output if isinstance(output, tuple) else (output,)
         if len(outputs) != len(self._sent) or not all(map(Boundary.holds, self._sent, outputs)):
             # The neighbour's buffers are of the declared shapes: others would arrive as garbage.
             raise RunError(f"stage {self.stage_index} returned {list(map(Boundary.of, outputs))}, not {self._sent}.")
         return output
+
+    def _let_go_of_inputs(self, unit: int) -> None:
+        """Torch would hold all that a stage takes until its backward, what needs no gradient too: where the layers are
+        frozen nothing else does."""
+        outputs, taken = self.fwd_cache[unit]
+        kept = (each if isinstance(each, torch.Tensor) and each.requires_grad else None for each in taken)
+        self.fwd_cache[unit] = outputs, tuple(kept)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:
         """Take the gradients from the stage behind, on this rank."""

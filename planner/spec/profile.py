@@ -98,7 +98,8 @@ class Measurement(Document):
     local_expert_parameters: int = Field(default=0, ge=0)
     """Those of them that the expert-parallel group splits: reduced over data ranks / expert-parallel degree."""
     local_frozen_parameters: int | None = Field(default=None, ge=0, exclude_if=_is_none)
-    """Those of `local_parameters` that are not trained; None: frozen_parameters / tensor_parallel_degree, rounded up."""
+    """Those of `local_parameters` that are not trained; None: frozen_parameters / tensor_parallel_degree, rounded up,
+    and no more than can be."""
     local_frozen_expert_parameters: int = Field(default=0, ge=0, exclude_if=not_)
     """Those of `local_expert_parameters` that are not trained."""
     local_matrix_elements: int | None = Field(default=None, ge=0)

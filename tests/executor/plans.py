@@ -137,6 +137,16 @@ VIT = {
 }
 GRAPHS = ("unet", "resnet", "diffusion", "wide")
 """Callables of `tests.profiler.graphs`."""
+FROZEN = (
+    "adapted_llama",
+    "adapted_tied_llama",
+    "adapted_mixtral",
+    "top_of_llama",
+    "norms_of_gpt2",
+    "frozen_mlp",
+    "frozen_encoder",
+)
+"""Callables of `tests.executor.frozen`."""
 OWN = ("own_transformer", "own_network", "torch_encoder")
 """Callables of `tests.profiler.blocks`."""
 CONFIGS = {
@@ -172,9 +182,11 @@ def steep_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def source_of(name: str, folder: Path) -> ModelSource:
-    """A tiny model: of `CONFIGS` or `GRAPHS`, or `mlp`."""
+    """A tiny model: of `CONFIGS`, `GRAPHS` or `FROZEN`, or `mlp`."""
     if name in GRAPHS:
         return load_model(f"tests.profiler.graphs:{name}")
+    if name in FROZEN:
+        return load_model(f"tests.executor.frozen:{name}")
     if name == "mlp":
         return load_model(f"{__name__}:mlp")
     if name in OWN:

@@ -239,6 +239,11 @@ def run(case: Case) -> dict[str, Any]:
         "parameters": worst,
         "moved": max(float((wanted[name].detach() - start[name]).abs().max()) for name in wanted),
         "names": sorted(values) == sorted(wanted),
+        "frozen": all(
+            torch.equal(values[name], start[name].to(values[name].dtype))
+            for name, each in wanted.items()
+            if not each.requires_grad
+        ),
         "scales": [*scales, expected.loss_scale],
         "received": received,
     }

@@ -44,17 +44,17 @@ def _transformer(settings: dict[str, object], *, tied: bool = False) -> nn.Modul
     return model
 
 
-def llama() -> nn.Module:
+def adapted_llama() -> nn.Module:
     """Adapters in every block of a frozen model."""
     return adapt(_transformer(LLAMA), "q_proj", "v_proj")
 
 
-def tied_llama() -> nn.Module:
+def adapted_tied_llama() -> nn.Module:
     """Likewise, embedding and head being one frozen matrix."""
     return adapt(_transformer(LLAMA, tied=True), "q_proj", "v_proj")
 
 
-def mixtral() -> nn.Module:
+def adapted_mixtral() -> nn.Module:
     """Adapters in the attention of a mixture whose experts are frozen."""
     return adapt(_transformer(MIXTRAL), "q_proj", "v_proj")
 
@@ -76,7 +76,7 @@ def norms_of_gpt2() -> nn.Module:
     return model
 
 
-def mlp() -> nn.Module:
+def frozen_mlp() -> nn.Module:
     """Two frozen layers before trained ones, and a frozen one among these."""
     model = nn.Sequential(
         nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 5)
@@ -108,11 +108,11 @@ class Two(nn.Module):
         return made
 
 
-def traced() -> tuple[nn.Module, Tensor]:
+def frozen_encoder() -> tuple[nn.Module, Tensor]:
     """A model that is cut by its traced run."""
     return Two(), torch.empty(2, 16)
 
 
 def all_frozen() -> nn.Module:
     """Nothing is trained."""
-    return mlp().requires_grad_(False)
+    return frozen_mlp().requires_grad_(False)
