@@ -14,7 +14,7 @@ for every micro-batch size, sequence length and type that the stage meets.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
@@ -40,6 +40,7 @@ from profiler.cut import (
     signature,
 )
 from profiler.cut_layers import Flow, Run, find_atoms, find_runs, matching, named_atoms
+from profiler.cut_prune import aliases, has_children, prune
 from profiler.cut_stage import GraphStage
 from profiler.cut_trace import Attribute, Shape, Step, Trace, UntraceableError, Value, trace
 from profiler.transformer_cut import meta_friendly
@@ -81,7 +82,7 @@ def cut_graph(
     tracer = Tracer(model, inputs, keywords, probes(longest_sequence))
     tracer.choose_atoms(starts)
     flow = tracer.flow(tracer.probes[0])
-    runs = tuple(find_runs(model, flow, tracer.atoms, matching(starts, flow.trace.called)))
+    runs = tuple(find_runs(model, flow, tracer.whole, matching(starts, flow.trace.called)))
     chain = GraphChain(tracer, runs)
     layers = tuple(_layers(model, chain, flow))
     return LayerCut(layers, _shared_parameters(model, chain, flow), chain)
@@ -102,9 +103,14 @@ class Tracer:
 
     def choose_atoms(self, starts: tuple[str, ...]) -> None:
         """Find the modules that stay whole."""
-        plain = {name: part for name, part in self.model.named_modules() if name and not _has_children(part)}
+        plain = {name: part for name, part in self.model.named_modules() if name and not has_children(part)}
         fine = self._trace(self.probes[0], self.dtype, plain)
         self.atoms = named_atoms(self.model, fine, starts) if starts else find_atoms(self.model, fine)
+
+    @property
+    def whole(self) -> dict[str, nn.Module]:
+        """All modules that stay whole: those that were chosen, and those whose code cannot be written down."""
+        return {name: self.model.get_submodule(name) for name in _outermost((*self.atoms, *self._opaque))}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -120,21 +126,22 @@ class Tracer:
         """
         key = (size, dtype or self.dtype)
         if key not in self._flows:
-            found = Flow(self._trace(*key, self.atoms), frozenset(_parameters(self.model)))
+            settled = not self._flows  # by the run that the atoms were found in
+            found = Flow(self._trace(*key, self.atoms, settled=settled), frozenset(_parameters(self.model)))
             first = next(iter(self._flows.values()), found)
             if [_title(step) for step in found.trace.steps] != [_title(step) for step in first.trace.steps]:
                 raise _refusal(self.model, "", f"runs other operations at micro-batch and sequence {size}")
             self._flows[key] = found
         return self._flows[key]
 
-    def _trace(self, size: Size, dtype: torch.dtype, atoms: Mapping[str, nn.Module]) -> Trace:
+    def _trace(self, size: Size, dtype: torch.dtype, atoms: Mapping[str, nn.Module], *, settled: bool = False) -> Trace:
         """Modules whose code cannot be written down become atoms."""
         model = self._in(dtype)
         while True:
-            parts = {name: model.get_submodule(name) for name in (*atoms, *self._opaque)}
+            parts = {name: model.get_submodule(name) for name in _outermost((*atoms, *self._opaque))}
             try:
                 with meta_friendly():
-                    return trace(model, _cast(self.inputs(*size), dtype), self.keywords, parts)
+                    return trace(model, _cast(self.inputs(*size), dtype), self.keywords, parts, settled=settled)
             except UntraceableError as error:
                 if not error.scope or error.scope in parts:
                     raise _refusal(self.model, error.scope, error.reason) from error
@@ -148,8 +155,15 @@ class Tracer:
         return self._models[dtype]
 
 
-def _has_children(module: nn.Module) -> bool:
-    return next(module.children(), None) is not None
+def _outermost(names: Iterable[str]) -> list[str]:
+    """The modules that stand below no other one of them."""
+    known = set(names)
+    return [name for name in dict.fromkeys(names) if not any(parent in known for parent in _parents(name))]
+
+
+def _parents(name: str) -> Iterator[str]:
+    while name := name.rpartition(".")[0]:
+        yield name
 
 
 def _parameters(model: nn.Module) -> list[str]:
@@ -234,6 +248,8 @@ class GraphChain:
         keep = {step.module for step in steps if step.module is not None}
         prune(model, keep | aliases(model, keep), {name for step in steps for name in step.attributes})
         model.forward = GraphStage(self, model, range(start, stop), takes, gives)
+        model._forward_pre_hooks.clear()  # what they do stands among the steps
+        model._forward_hooks.clear()
         return model
 
     def parts(self, stage: nn.Module, index: int, layer: CutLayer) -> dict[str, nn.Module]:
@@ -304,43 +320,6 @@ def _within(shape: Shape) -> Tensor:
     """As a layer finds it behind another one of its stage: where it is not contiguous, kernels may copy it."""
     tensor = torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype, device="meta")
     return tensor.requires_grad_(shape.requires_grad)
-
-
-def aliases(model: nn.Module, modules: set[str]) -> set[str]:
-    """Modules that hold no parameters but those of these modules: further names of tied parameters, which checkpoints
-    know them by."""
-    held = {id(each) for name in modules for each in model.get_submodule(name).parameters()}
-    return {
-        name
-        for name, part in model.named_modules()
-        if not _has_children(part) and (own := {id(each) for each in part.parameters()}) and own <= held
-    }
-
-
-def prune(model: nn.Module, modules: set[str], attributes: set[str]) -> None:
-    """Take everything out of the model but these modules, parameters and buffers, in place. A module that has several
-    names is told by the first of them, as in `named_modules`."""
-    visited: dict[int, bool] = {}
-
-    def visit(name: str, module: nn.Module) -> bool:
-        """Is anything left of it?"""
-        if id(module) not in visited:
-            visited[id(module)] = name in modules or prune_below(name, module)
-        return visited[id(module)]
-
-    def prune_below(name: str, module: nn.Module) -> bool:
-        for child_name in list(module._modules):
-            path = f"{name}.{child_name}" if name else child_name
-            child = module._modules[child_name]
-            if child is None or not visit(path, child):
-                del module._modules[child_name]
-        own = (module._parameters, module._buffers)
-        for table in own:
-            for key in [key for key in table if (f"{name}.{key}" if name else key) not in attributes]:
-                del table[key]
-        return bool(module._modules or module._parameters or module._buffers)
-
-    visit("", model)
 
 
 def _layers(model: nn.Module, chain: GraphChain, flow: Flow) -> list[CutLayer]:
@@ -428,7 +407,7 @@ def _describe(model: nn.Module, step: Step, local: Mapping[int, int]) -> tuple[A
         return repr(leaf)
 
     leaves, spec = tree_flatten(step.arguments)
-    return target, str(spec), tuple(map(stand_in, leaves))
+    return target, str(spec), tuple(map(stand_in, leaves)), step.gradients
 
 
 def _shared_parameters(model: nn.Module, chain: GraphChain, flow: Flow) -> tuple[SharedParameters, ...]:

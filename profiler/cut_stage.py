@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,8 @@ class Call:
         step = self.step
         arguments, keywords = tree_unflatten(map(fill, self.leaves), self.spec)
         target: Any = step.target if step.module is None else model.get_submodule(step.module)
-        returned = tree_flatten(target(*arguments, **keywords))[0]
+        with nullcontext() if step.gradients else torch.no_grad():
+            returned = tree_flatten(target(*arguments, **keywords))[0]
         for index, leaf in zip(step.results, returned, strict=True):
             if index is not None:
                 tensors[index] = leaf
@@ -75,15 +77,17 @@ class GraphLayer(nn.Module):
     """One layer of a stage. It stands beside the model's tree, not in it, so that names stay the user's; hooks and
     recomputation take hold of it as of any module."""
 
-    def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
+    def __init__(self, model: nn.Module, names: tuple[str, ...], attributes: Iterable[str]) -> None:
         super().__init__()
         self._model = [model]  # in a list, so that it is no submodule
         self._part_names = names
+        self._owners = sorted({name.rpartition(".")[0] for name in attributes})
 
     def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
-        """The user's modules that belong to the layer."""
+        """The user's modules that belong to the layer, and those whose parameters and buffers its steps read."""
         for name in self._part_names:
             yield from self._model[0].get_submodule(name).modules()
+        yield from map(self._model[0].get_submodule, self._owners)
 
     def forward(self, program: Program, *received: Tensor) -> tuple[Tensor, ...]:
         """Run the layer on the tensors that it takes; returns those that it makes for others."""
@@ -92,6 +96,11 @@ class GraphLayer(nn.Module):
         for call in program.calls:
             call.run(self._model[0], tensors, device)
         return tuple(tensors[index] for index in program.makes)
+
+
+def _layer(model: nn.Module, chain: GraphChain, run: Run) -> GraphLayer:
+    attributes = (name for step in run.steps(chain.reference) for name in step.attributes)
+    return GraphLayer(model, run.modules(chain.reference), attributes)
 
 
 def _device(model: nn.Module, received: tuple[Tensor, ...]) -> torch.device:
@@ -107,7 +116,7 @@ class GraphStage:
         self._model = model
         self._takes, self._gives = takes, gives
         self._programs: dict[Any, _StageProgram] = {}
-        self.layers = {index: GraphLayer(model, chain.runs[index].modules(chain.reference)) for index in indices}
+        self.layers = {index: _layer(model, chain, chain.runs[index]) for index in indices}
         """By index in the model, in order."""
 
     def __call__(self, *received: Tensor, **named: Tensor) -> Tensor | tuple[Tensor, ...]:

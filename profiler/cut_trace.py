@@ -5,6 +5,9 @@ have. torch.export traces to single kernels: modules are gone, and with them wha
 recomputation, DTensor). Here the model's own code runs, on tensors with shapes but no values. Modules that are to stay
 whole (`atoms`) become one step each, and are called again as they are; of the code around them, every torch function
 becomes a step. A trace holds for the sizes that it was made with, and is made anew for others.
+
+What a module does besides calling modules and torch functions would be done once, here, and never again: count its
+calls, draw numbers from Python, hook to a gradient. Such a module is refused (`UntraceableError`), and becomes an atom.
 """
 
 from __future__ import annotations
@@ -12,13 +15,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules._functions import BackwardHookFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.checkpoint import CheckpointFunction
+
+from profiler.host_random import restore, states
 
 META = torch.device("meta")
 RANDOM = frozenset({"bernoulli", "multinomial", "normal", "poisson", "dropout", "uniform_", "normal_"})
@@ -64,6 +72,10 @@ class Step:
     """Values among the arguments."""
     attributes: frozenset[str]
     """Parameters and buffers among the arguments."""
+    gradients: bool
+    """Gradients are taken through it; not, where it stands under `torch.no_grad`."""
+    keeps_state: bool
+    """It leaves parameters and buffers as they are."""
 
     @property
     def module(self) -> str | None:
@@ -120,7 +132,12 @@ class UntraceableError(Exception):
 
 
 def trace(
-    model: nn.Module, inputs: tuple[Tensor, ...], keywords: tuple[str, ...], atoms: Mapping[str, nn.Module]
+    model: nn.Module,
+    inputs: tuple[Tensor, ...],
+    keywords: tuple[str, ...],
+    atoms: Mapping[str, nn.Module],
+    *,
+    settled: bool = False,
 ) -> Trace:
     """Run the model once.
 
@@ -129,10 +146,13 @@ def trace(
         inputs: meta tensors that the model takes.
         keywords: their names; empty: by place.
         atoms: modules, by qualified name, whose code is not looked into.
+        settled: the model has run at this size before, so that attributes that change now do so at every run.
 
     Raises:
-        UntraceableError: the model does not run on meta tensors, or uses a tensor whose origin cannot be seen.
+        UntraceableError: the model does not run on meta tensors, uses a tensor whose origin cannot be seen, or does
+            what steps cannot tell.
     """
+    before, drawn = _attribute_values(model, atoms), states()
     recorder = _Recorder(model, atoms)
     numbers = tuple(recorder.adopt(tensor) for tensor in inputs)
     with recorder.calls(), META, recorder:
@@ -145,6 +165,10 @@ def trace(
             raise UntraceableError(
                 recorder.scope, f"does not run on meta tensors: {message.splitlines()[0]}"
             ) from error
+        finally:
+            restore(drawn)
+    if settled:
+        _refuse_changes(before, _attribute_values(model, atoms))
     results = tuple(recorder.number(tensor) for tensor in output_tensors(output))
     return Trace(tuple(recorder.steps), numbers, results, recorder.shapes, frozenset(recorder.called))
 
@@ -166,12 +190,18 @@ class _Recorder(TorchFunctionMode):
         self._atoms = {id(module): name for name, module in atoms.items()}
         self._names = {id(module): name for name, module in reversed(list(model.named_modules()))}
         self._attributes = {id(each): name for name, each in reversed(list(_attributes(model)))}
+        # What atoms hold they read by themselves, and parameters stand in every stage that reads them.
+        held = (*model.parameters(), *(each for atom in atoms.values() for each in atom.buffers()))
+        self._lasting = {id(each) for each in held}
         self._numbers: dict[int, int] = {}
         self._alive: list[Tensor] = []
         self._storages: dict[int, int] = {}
         self.called: set[str] = set()
         self._scopes = [""]
         self._inside = False
+        self._gradients = torch.is_grad_enabled()
+        self._autocast = _autocast()
+        self._random = states()
 
     @property
     def scope(self) -> str:
@@ -216,10 +246,30 @@ class _Recorder(TorchFunctionMode):
                 return self._record(name, lambda: original(module, *arguments, **keywords), arguments, keywords)
             self._enter(self._names.get(id(module), self.scope))
             output = original(module, *arguments, **keywords)
+            self._refuse_draws()
             self._scopes.pop()
             return output
 
-        with mock.patch.object(nn.Module, "__call__", call):
+        with mock.patch.object(nn.Module, "__call__", call), self._own_functions():
+            yield
+
+    @contextmanager
+    def _own_functions(self) -> Iterator[None]:
+        """Within, a `torch.autograd.Function` is one step, for the gradients are not those of what it runs."""
+        original = torch.autograd.Function.__dict__["apply"]
+
+        def apply(function: Any, *arguments: Any, **keywords: Any) -> Any:
+            own = MethodType(original.__func__, function)
+            if self._inside:
+                return own(*arguments, **keywords)
+            if function is CheckpointFunction:  # the plan tells what recomputes
+                run, _, *rest = arguments
+                return run(*rest)
+            if function is BackwardHookFunction:
+                raise UntraceableError(self.scope, "has a hook to its backward")
+            return self._record(own, lambda: own(*arguments, **keywords), arguments, keywords)
+
+        with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
             yield
 
     def __torch_function__(
@@ -228,9 +278,13 @@ class _Recorder(TorchFunctionMode):
         """Write the function down, unless it stands inside an atom."""
         if self._inside:
             return func(*args, **(kwargs or {}))
+        if (reason := _untold(func)) is not None:
+            raise UntraceableError(self.scope, reason)
         return self._record(func, lambda: func(*args, **(kwargs or {})), args, kwargs or {})
 
     def _record(self, target: Any, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _autocast() != self._autocast:
+            raise UntraceableError(self.scope, "computes under torch.autocast")
         given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         versions = [tensor._version for tensor in given]
         places = {id(tensor): self._numbers[id(tensor)] for tensor in given if id(tensor) in self._numbers}
@@ -243,6 +297,7 @@ class _Recorder(TorchFunctionMode):
 
     def _run(self, target: Any, run: Callable[[], Any]) -> Any:
         if isinstance(target, str):
+            self._refuse_draws()
             self._enter(target)
         self._inside = True
         try:
@@ -251,7 +306,13 @@ class _Recorder(TorchFunctionMode):
             self._inside = False
         if isinstance(target, str):
             self._scopes.pop()
+            self._random = states()  # an atom may draw what it likes
         return output
+
+    def _refuse_draws(self) -> None:
+        """Refuse numbers that were drawn since an atom last ran."""
+        if states() != self._random:
+            raise UntraceableError(self.scope, "draws random numbers that are not torch's")
 
     def _write(
         self, target: Any, arguments: Any, places: dict[int, int], returned: list[Any], changed: list[Tensor]
@@ -272,6 +333,8 @@ class _Recorder(TorchFunctionMode):
             return Value(index)
 
         stood = tree_map(stand_in, arguments)
+        if not isinstance(target, str) and any(id(tensor) in self._lasting for tensor in changed):
+            raise UntraceableError(self.scope, "changes a parameter, or a buffer of another module, in place")
         known = {id(tensor): places[id(tensor)] for tensor in changed if id(tensor) in places}
         results = tuple(self.adopt(leaf) if isinstance(leaf, Tensor) else None for leaf in returned)
         made = {id(leaf) for leaf in returned if isinstance(leaf, Tensor)}
@@ -282,7 +345,18 @@ class _Recorder(TorchFunctionMode):
         )
         written = frozenset(known.values())
         self.steps.append(
-            Step(target, stood, results, changes, written, self.scope, frozenset(reads), frozenset(attributes))
+            Step(
+                target,
+                stood,
+                results,
+                changes,
+                written,
+                self.scope,
+                frozenset(reads),
+                frozenset(attributes),
+                gradients=torch.is_grad_enabled() or not self._gradients,
+                keeps_state=all(id(tensor) in known for tensor in changed),
+            )
         )
 
 
@@ -291,9 +365,44 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
+def _autocast() -> tuple[bool, ...]:
+    return tuple(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+
+
+def _untold(function: Any) -> str | None:
+    """What a function does besides returning tensors and changing them in place; None: nothing."""
+    if function in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
+        return "hooks to the gradient of a tensor"
+    return "sets an attribute of a tensor" if getattr(function, "__name__", "") == "__set__" else None
+
+
+Values = dict[tuple[str, str], Any]
+"""Of attributes, by module and name."""
+
+
+def _attribute_values(model: nn.Module, atoms: Mapping[str, nn.Module]) -> Values:
+    """Plain values and tensors that modules hold, but for atoms and what is below them."""
+    within = {id(part) for atom in atoms.values() for part in atom.modules()}
+    return {
+        (name, key): value
+        for name, part in model.named_modules()
+        if id(part) not in within
+        for key, value in (*vars(part).items(), *part._buffers.items(), *part._parameters.items())
+        if isinstance(value, int | float | str | Tensor | None)
+    }
+
+
+def _refuse_changes(before: Values, after: Values) -> None:
+    for place, value in after.items():
+        old = before.get(place)
+        is_same = value is old if isinstance(value, Tensor) or isinstance(old, Tensor) else value == old
+        if not is_same:
+            raise UntraceableError(place[0], f"changes its attribute {place[1]!r} whenever it runs")
+
+
 def is_constant(step: Step, constants: set[int], parameters: frozenset[str]) -> bool:
     """Does the step compute from nothing but sizes, buffers and other constants, always the same?"""
     name = getattr(step.target, "__name__", "")
     draws = name in RANDOM or name.startswith("rand")
-    is_fixed = step.reads <= constants and not step.attributes & parameters
+    is_fixed = step.reads <= constants and step.keeps_state and not step.attributes & parameters
     return step.module is None and is_fixed and not draws

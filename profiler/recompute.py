@@ -22,7 +22,6 @@ from functools import cache, partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -32,6 +31,7 @@ from torch.utils.checkpoint import (
 )
 
 from planner.spec.profile import RecomputeMode
+from profiler.forward_state import ForwardState
 
 Phase = Literal["forward", "again"]
 Observer = Callable[[Phase], AbstractContextManager[None]]
@@ -77,8 +77,8 @@ def recompute(module: nn.Module, mode: RecomputeMode, observer: Observer | None 
     """
     if mode == "none":
         return
-    contexts = partial(_contexts, module, mode, observer or _nobody)
-    module.forward = partial(_run, module.forward, contexts)
+    contexts = partial(_contexts, mode, observer or _nobody)
+    module.forward = partial(_run, module.forward, contexts, ForwardState(module))
 
 
 @contextmanager
@@ -116,12 +116,25 @@ def _restore(module: nn.Module, forward: Any) -> None:
         vars(module).pop("forward", None)
 
 
-def _run(forward: Callable[..., Any], contexts: Callable[[], Contexts], *arguments: Any, **keywords: Any) -> Any:
+def _run(
+    forward: Callable[..., Any],
+    contexts: Callable[[Contexts], Contexts],
+    state: ForwardState,
+    *arguments: Any,
+    **keywords: Any,
+) -> Any:
     given = (*arguments, *keywords.values())
     # Meta tensors have no generator whose state could be kept, and nothing random in them.
     on_meta = any(isinstance(value, Tensor) and value.is_meta for value in given)
+    one = state.run()
+    unchanged = (nullcontext(), nullcontext()) if on_meta else (one.first(), one.again())
     return checkpoint(
-        forward, *arguments, use_reentrant=False, preserve_rng_state=not on_meta, context_fn=contexts, **keywords
+        forward,
+        *arguments,
+        use_reentrant=False,
+        preserve_rng_state=not on_meta,
+        context_fn=partial(contexts, unchanged),
+        **keywords,
     )
 
 
@@ -129,9 +142,14 @@ def _nobody(phase: Phase) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _contexts(module: nn.Module, mode: RecomputeMode, observer: Observer) -> Contexts:
+def _contexts(mode: RecomputeMode, observer: Observer, unchanged: Contexts) -> Contexts:
+    """For the forward and for its second run.
+
+    Args:
+        unchanged: let the second run start from what the forward started from.
+    """
     caching, cached = (nullcontext(), nullcontext()) if mode == "full" else _selective()
-    return _all(observer("forward"), caching), _all(_frozen_statistics(module), observer("again"), cached)
+    return _all(unchanged[0], observer("forward"), caching), _all(unchanged[1], observer("again"), cached)
 
 
 def _selective() -> Contexts:
@@ -176,19 +194,3 @@ def _all(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
         for context in contexts:
             stack.enter_context(context)
         yield
-
-
-@contextmanager
-def _frozen_statistics(module: nn.Module) -> Iterator[None]:
-    """Batch normalisation must not see a micro-batch twice (torchgpipe's deferred batch norm has the same care)."""
-    norms = [part for part in module.modules() if isinstance(part, _NormBase) and part.track_running_stats]
-    momenta = [norm.momentum for norm in norms]
-    for norm in norms:
-        norm.momentum = 0.0
-    try:
-        yield
-    finally:
-        for norm, momentum in zip(norms, momenta, strict=True):
-            norm.momentum = momentum
-            if norm.num_batches_tracked is not None:
-                norm.num_batches_tracked.sub_(1)
