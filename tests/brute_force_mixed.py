@@ -8,7 +8,7 @@ actions of a schedule, how layers are dealt, and the shares of replicas that dif
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import permutations, product
 from typing import Any
 
@@ -42,10 +42,13 @@ class Priced:
     nanoseconds: int
     peaks: dict[int, int]
     """Bytes of the fullest device of every node group that it uses."""
+    hosts: dict[int, int] = field(default_factory=dict)
+    """Bytes that it keeps in the hosts' memory, for the device that keeps most."""
 
-    def fits(self, memory: dict[int, int]) -> bool:
-        """Do devices of this size hold it?"""
-        return all(peak <= memory[place] for place, peak in self.peaks.items())
+    def fits(self, memory: dict[int, int], hosts: dict[int, int] | None = None) -> bool:
+        """Do devices of this size hold it, and, where they are told, their parts of the hosts' memory?"""
+        on_devices = all(peak <= memory[place] for place, peak in self.peaks.items())
+        return on_devices and all(self.hosts[place] <= size for place, size in (hosts or {}).items())
 
 
 def price_all(profile: ModelProfile, cluster: Cluster, job: Job) -> Iterator[Priced]:
@@ -160,10 +163,12 @@ def _price(known: Facts, rows: Rows, order: tuple[int, ...]) -> Iterator[Priced]
     actions = parse(build(layout.schedule, ranks=stages, micro_batches=known.micro_batches).to_text())
     for stage_map in brute_force.stage_maps(known, are_alike=len(set(rows)) == 1 and not layout.has_uneven_shares):
         peaks: dict[int, int] = {}
+        hosts: dict[int, int] = {}
         steps = []
         for column in cells.columns:
             pipeline = Pipeline(cells, column, stage_map, actions)
             steps.append(pipeline.step_nanoseconds)
             for place, row in zip(column.groups, pipeline.memory(), strict=True):
                 peaks[order[place]] = max(peaks.get(order[place], 0), row.peak_bytes)
-        yield Priced(layout, order, max(steps), peaks)
+                hosts[order[place]] = max(hosts.get(order[place], 0), row.host_bytes)
+        yield Priced(layout, order, max(steps), peaks, hosts)

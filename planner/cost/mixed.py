@@ -11,7 +11,8 @@ same node groups, stage by stage, and that have as many micro-batches, act alike
           stand in one node group each, and go at the pace of the slowest of them                -> _linked()
     (V4)  a boundary between two node groups takes the slower of their network links, field by field  -> _boundary()
     (V5)  step = max over columns and pipeline ranks of end(p) + tail(p)                        -> planner.cost.step
-    (V6)  memory of a pipeline rank is that of the column that has least room left              -> planner.cost.step
+    (V6)  memory of a pipeline rank is that of the column that has least room left, on its device or, where something
+          is offloaded, in its host's memory                                                    -> planner.cost.step
     (V7)  shares: one micro-batch after the other goes to the data rank that is done first with it, by the ticks t of a
           micro-batch on its busiest device: (share + P - 1) t, P - 1 to fill its pipeline      -> fair_shares()
 """
@@ -23,10 +24,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import attrgetter
 
 from planner.cost.communication import Group
 from planner.cost.groups import Groups
 from planner.cost.layers import LayoutCosts, priced
+from planner.cost.offload import is_offloading, refuse_unknown_hosts
 from planner.cost.placement import CommunicatorName, communicator_degrees, communicators, crossing, strides
 from planner.cost.pricing import LayerCost
 from planner.cost.shared import shared_costs
@@ -79,6 +82,8 @@ def mixed_costs(work: Workload, layout: Layout) -> LayoutCosts:
     layout.check_devices(work.devices)
     columns = columns_of(work, layout)
     check_mixed(work, layout, columns)
+    if is_offloading(layout):
+        refuse_unknown_hosts(work)
     pricing = _Pricing(work, layout, columns)
     made = tuple(pricing.column(column) for column in columns)
     least = _least(made)
@@ -126,7 +131,6 @@ def check_mixed(work: Workload, layout: Layout, columns: Sequence[Column]) -> No
     """
     plain: dict[str, object] = {"virtual_stages_per_rank": 1, "sequence_chunks": 1}
     why = "on several node groups" if work.groups else "with micro_batch_shares"
-    plain |= {"activation_offload": False, "optimizer_offload": False}
     if len(columns) > 1:
         plain["expert_parallel_degree"] = 1
     for field, value in plain.items():
@@ -217,7 +221,8 @@ class _Pricing:
         those = [self.groups[other] for other in holders]
         several_stages = layout.pipeline_parallel_degree > 1
         split = (layout.micro_batch_size, layout.sequence_parallel, layout.zero_stage, several_stages)
-        key = (split, _shapes(groups), _figures(self.network), tuple(map(id, those)))
+        offloaded = (layout.activation_offload, layout.optimizer_offload)
+        key = (split, offloaded, _shapes(groups), _figures(self.network), tuple(map(id, those)))
         if key not in work.latest:
             if len(work.latest) >= _KEPT:
                 work.latest.clear()
@@ -366,14 +371,23 @@ def _waiting_for(layers: _Layers, others: Sequence[_Layers]) -> _Layers:
     return tuple(result)
 
 
-_SMALLEST = ("forward_ticks", "backward_ticks", "reduction_ticks", "optimizer_ticks", "activation_bytes")
+_SMALLEST = (
+    "forward_ticks",
+    "backward_ticks",
+    "reduction_ticks",
+    "optimizer_ticks",
+    "activation_bytes",
+    "host_activation_bytes",
+)
+_smallest_of = attrgetter(*_SMALLEST)
 
 
 def _least(parts: Sequence[LayoutCosts]) -> LayoutCosts:
     """What no rank of several beats: for bounds, not for prices."""
     known: dict[tuple[int, ...], dict[RecomputeMode, LayerCost]] = {}
     layers = []
-    for several in zip(*(part.layers for part in parts), strict=True):
+    distinct = {id(part.layers): part.layers for part in parts}.values()
+    for several in zip(*distinct, strict=True):
         key = tuple(map(id, several))
         if key not in known:
             known[key] = {mode: _least_cost([options[mode] for options in several]) for mode in several[0]}
@@ -390,6 +404,6 @@ def _least(parts: Sequence[LayoutCosts]) -> LayoutCosts:
 def _least_cost(costs: Sequence[LayerCost]) -> LayerCost:
     if len(set(map(id, costs))) == 1:
         return costs[0]
-    smallest = {name: min(getattr(cost, name) for cost in costs) for name in _SMALLEST}
+    smallest = dict(zip(_SMALLEST, map(min, zip(*map(_smallest_of, costs), strict=True)), strict=True))
     weight = max(cost.backward_weight_ticks for cost in costs)
     return costs[0]._replace(**smallest, backward_weight_ticks=weight)

@@ -1,5 +1,7 @@
 """Offloading to the host's memory: what it frees on the device, and what the copies take.
 
+On several node groups every rank goes by its own device, link and host (`planner.cost.mixed`).
+
 Copies run on the compute stream and nothing hides them, as the executor makes them. They go over the device's own link
 to its host; h is the share of that link's data sheet that pinned memory reaches (`HOST_ACHIEVABLE_FRACTION`).
 
@@ -46,10 +48,8 @@ def is_offloading(layout: Layout) -> bool:
 
 def missing_for_offload(work: Workload) -> tuple[str, str, str] | None:
     """Why a workload cannot offload: field, what is wrong with it, and how to mend it; None: it can."""
-    if work.groups:
-        wrong = f"offloading is known for one node group, and the layout runs on {len(work.groups)}."
-        return "cluster.node_groups", wrong, "give one node group, or offload nothing."
-    return missing_in_group(work, 0)
+    missing = (missing_in_group(group, place) for place, group in enumerate(work.groups or (work,)))
+    return next(filter(None, missing), None)
 
 
 def missing_in_group(work: Workload, place: int) -> tuple[str, str, str] | None:
@@ -67,6 +67,17 @@ def missing_in_group(work: Workload, place: int) -> tuple[str, str, str] | None:
         wrong = f"the link of {work.device.id!r} to its host is not known, so copies to it have no price."
         return f"{field}.device.host_bandwidth_bytes_per_second", wrong, mend
     return None
+
+
+def refuse_unknown_hosts(work: Workload) -> None:
+    """Refuse to offload to a host whose memory, or the link to it, is not known.
+
+    Raises:
+        UnsupportedError: names the field of the node group.
+    """
+    if missing := missing_for_offload(work):
+        field, wrong, mend = missing
+        raise UnsupportedError(wrong, field=field, mend=mend)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +103,7 @@ class Offload:
         Raises:
             UnsupportedError: the host's memory or the link to it is not known.
         """
-        if missing := missing_for_offload(work):
-            field, wrong, mend = missing
-            raise UnsupportedError(wrong, field=field, mend=mend)
+        refuse_unknown_hosts(work)
         bandwidth = work.device.host_bandwidth_bytes_per_second
         assert bandwidth is not None, "what is missing was refused"
         workspace = int(work.constants.workspace_bytes) + work.framework.workspace_bytes

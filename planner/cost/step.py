@@ -209,7 +209,15 @@ def _lasted(costs: LayoutCosts, simulation: Simulation) -> list[int]:
 def rank_memory(costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]) -> tuple[RankMemory, ...]:
     """Memory of every pipeline rank at its peak: equations (M1) to (M4), (O2) to (O8) and (S6)."""
     columns = [stage_memory(column, chosen, order) for column, order, chosen in per_column(costs, schedule, stages)]
-    return tuple(max(rows, key=lambda row: row.peak_bytes - row.capacity_bytes) for rows in zip(*columns, strict=True))
+    return tuple(max(rows, key=_lacking_bytes) for rows in zip(*columns, strict=True))
+
+
+def _lacking_bytes(row: RankMemory) -> int:
+    """On the device or, where something is offloaded, on its host; less than none where there is room: (V6)."""
+    on_device = row.peak_bytes - row.capacity_bytes
+    if row.host_capacity_bytes is None or not row.host_bytes:
+        return on_device
+    return max(on_device, row.host_bytes - row.host_capacity_bytes)
 
 
 def predict_step(costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]) -> Prediction:

@@ -85,7 +85,11 @@ class Workload:
 
     @property
     def host_capacity_bytes(self) -> int | None:
-        """A device's part of its node's memory (O8); None: not known. The job's headroom is one of devices."""
+        """A device's part of its node's memory (O8), of several kinds the largest; None: not known. The job's headroom
+        is one of devices."""
+        if self.groups:
+            known = (group.host_capacity_bytes for group in self.groups)
+            return max((each for each in known if each is not None), default=None)
         group = self.cluster.node_groups[0]
         return None if group.host_memory_bytes is None else group.host_memory_bytes // group.devices_per_node
 

@@ -218,7 +218,9 @@ def room_bytes(costs: LayoutCosts) -> int:
 
 
 def host_room_bytes(costs: LayoutCosts) -> int | None:
-    """What a device may keep in its host's memory; None: it keeps nothing there."""
+    """What a device may keep in its host's memory, of several the most; None: it keeps nothing there."""
+    if is_offloading(costs.layout) and (parts := costs.columns or costs.ranks):
+        return max((each for each in map(host_room_bytes, parts) if each is not None), default=None)
     return costs.work.host_capacity_bytes if is_offloading(costs.layout) else None
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 from planner.cost import layout_costs, order_of, placement, workload
-from planner.cost.offload import missing_for_offload
+from planner.cost.offload import is_offloading
+from planner.search.offloading import is_offloading_known
 from planner.search.planning import predict
 from planner.spec.job import CONSTRAINABLE
 from planner.spec.layout import PredictionLayout
@@ -36,7 +37,7 @@ def plan_layout(request: PlanRequest, profile: ModelProfile, layout: PredictionL
     if not forecast.fits:
         return Infeasible(reasons=forecast.reasons)
     work = workload(profile, cluster, job)
-    left_out = _OFFLOADS if missing_for_offload(work) else ()
+    left_out = () if is_offloading_known(work) or is_offloading(forecast.layout) else _OFFLOADS
     fixed = {field: forecast.layout.constrained(field) for field in CONSTRAINABLE if field not in left_out}
     given = request.model_copy(update={"job": job.model_copy(update={"constraints": fixed})})
     return Plan(

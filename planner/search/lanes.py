@@ -104,7 +104,8 @@ class Lane:
             behind += len(same)
             own = room_bytes(same[0]) if must_fit else UNBOUNDED_BYTES
             choices, window = modes_on(same[0], modes), windows.of_ranks(first, behind)
-            parts.append(Segments(same[0], choices, units[first:behind], own, window, first))
+            host = host_room_bytes(same[0]) if must_fit else None
+            parts.append(Segments(same[0], choices, units[first:behind], own, window, first, host_room_bytes=host))
         return cls(costs, RankSegments(costs, modes, units, room, windows, parts=tuple(parts)))
 
     @cached_property

@@ -4,7 +4,7 @@
       hosts' memory, where the device's link to its host is known                            -> offloadings_of()
       activations: under ZeRO 0 to 2, of whole sequences, by layers that recompute nothing, under schedules whose
       backwards are full                                                                     -> orders_offloading()
-      nothing where replicas differ
+      nothing where replicas differ, or on several node groups: a layout that is given is priced there
 
 Offloaded layouts are families of their own, behind all that offload nothing: at a tie, those win.
 """
@@ -35,9 +35,14 @@ class Offloading(NamedTuple):
 NOTHING = Offloading()
 
 
+def is_offloading_known(work: Workload) -> bool:
+    """Does the search look at offloading here? On several node groups only given layouts are priced with it."""
+    return not work.groups and missing_for_offload(work) is None
+
+
 def offloadings_of(work: Workload, constraints: dict[str, Constraint]) -> tuple[Offloading, ...]:
     """Everything that the cluster and the constraints permit, nothing first."""
-    known = (False, True) if missing_for_offload(work) is None else (False,)
+    known = (False, True) if is_offloading_known(work) else (False,)
     return tuple(
         Offloading(activations, states)
         for activations, states in product(known, known)

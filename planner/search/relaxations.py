@@ -17,11 +17,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from planner.cost import TICK_SECONDS, Workload, workload
-from planner.cost.offload import missing_for_offload
 from planner.errors import SpecError
 from planner.search.explain import with_recompute
 from planner.search.inside import NO_LIMIT, least_memory
 from planner.search.nearest import unfit
+from planner.search.offloading import is_offloading_known
 from planner.search.orders import recompute_wish
 from planner.search.result import Callbacks, Candidate, Limits
 from planner.search.segments import choices
@@ -181,7 +181,7 @@ def _with_host_memory(work: Workload, extra_bytes: int) -> _Change:
 
 def _host_memory_changes(work: Workload) -> Iterator[_Change]:
     """Twice the hosts' memory, where something may be offloaded."""
-    if missing_for_offload(work) is None:
+    if is_offloading_known(work):
         yield _with_host_memory(work, work.cluster.node_groups[0].host_memory_bytes or 0)
 
 

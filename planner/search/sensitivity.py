@@ -19,7 +19,7 @@ from functools import cache
 from typing import Literal
 
 from planner.cost import Workload, choose, evaluate, layout_costs, workload
-from planner.cost.offload import missing_for_offload
+from planner.search.offloading import is_offloading_known
 from planner.search.result import Candidate, Limits
 from planner.spec.cluster import Cluster, Link
 from planner.spec.devices import find_device, links_of
@@ -231,7 +231,7 @@ def _error_bars(best: Candidate) -> tuple[_ErrorBar, ...]:
         bars.append(_ErrorBar("inter_node_bandwidth", *_link_error(inter, BANDWIDTH_UNCERTAINTY)))
     if work.devices > 1:
         bars.append(_ErrorBar("latency_seconds", *_link_error(inter or intra, LATENCY_UNCERTAINTY)))
-    if missing_for_offload(work) is None:
+    if is_offloading_known(work):
         bars.append(_ErrorBar("host_bandwidth", BANDWIDTH_UNCERTAINTY, _DATA_SHEET))
     return tuple(bars)
 

@@ -81,8 +81,6 @@ def check_offload_of(layout: Layout, where: str, findings: Findings) -> None:
 
 
 def _check_host(where: str, facts: Facts, findings: Findings) -> None:
-    if len(facts.groups) > 1:
-        findings.wrong(where, f"known for one node group, and the plan uses {len(facts.groups)}.")
     for group in facts.groups:
         if group.device.host_bandwidth_bytes_per_second is None:
             findings.wrong(where, f"{group.device.id} tells no host_bandwidth_bytes_per_second.")

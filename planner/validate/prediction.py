@@ -2,7 +2,8 @@
 
     (S4)  step = the latest end over columns and pipeline ranks; breakdown and bubble are told of the column that ends
           last, the first of equals
-    (H7)  memory of a pipeline rank: of the column whose device has least room left, the first of equals
+    (H7)  memory of a pipeline rank: of the column that has least room left, on its device or, where it keeps something
+          there, in its host's memory; the first of equals
     (H8)  MFU = FLOPs of the step / (step x sum of the peaks of all devices)
 
 Of one column see `planner.validate.pipeline`.
@@ -59,9 +60,7 @@ class StepCheck:
     def memory(self) -> tuple[RankMemory, ...]:
         """One row per pipeline rank: equation (H7)."""
         columns = [pipeline.memory() for pipeline in self._pipelines]
-        return tuple(
-            min(rows, key=lambda row: row.capacity_bytes - row.peak_bytes) for rows in zip(*columns, strict=True)
-        )
+        return tuple(min(rows, key=_room_left) for rows in zip(*columns, strict=True))
 
     @cached_property
     def _pipelines(self) -> tuple[Pipeline, ...]:
@@ -108,6 +107,14 @@ def _check_time(stated: Prediction, recomputed: Prediction, findings: Findings) 
             rounding = _ROUNDING if name == "bubble_fraction" else 0.0  # a difference: it may vanish but for rounding
             findings.close(f"prediction.{name}", said, found, relative=_RELATIVE, absolute=rounding)
     findings.checked.append("step time by playing the actions, tokens per second, bubble fraction and MFU")
+
+
+def _room_left(row: RankMemory) -> int:
+    """Of device and host, the less: equation (H7)."""
+    rooms = [row.capacity_bytes - row.peak_bytes]
+    if row.host_bytes > 0 and row.host_capacity_bytes is not None:
+        rooms.append(row.host_capacity_bytes - row.host_bytes)
+    return min(rooms)
 
 
 def _check_breakdown(stated: Prediction, recomputed: Prediction, findings: Findings) -> None:

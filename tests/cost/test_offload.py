@@ -9,7 +9,6 @@ import pytest
 from planner.cost import LayoutCosts, StageMap, choose, layout_costs, predict_step, schedule_of, workload
 from planner.errors import UnsupportedError
 from planner.spec import Cluster, Layout, Prediction
-from planner.spec.cluster import NodeGroup
 from tests.builders import cluster, job, layer, profile
 
 _LAYERS = profile(layer(activation=6000, output=100, temporary=50, parameters=1000) * 4)
@@ -101,10 +100,22 @@ def test_hosts_that_are_not_known_are_refused(changes: dict[str, Any], words: st
     assert costs_of(machines).layers
 
 
-def test_several_node_groups_offload_nothing() -> None:
-    """Nobody knows yet what a layout does whose ranks reach their hosts at different speeds."""
-    machines = hosted()
-    groups: tuple[NodeGroup, ...] = machines.node_groups
-    both = machines.model_copy(update={"node_groups": (groups[0], groups[0].model_copy(update={"name": "other"}))})
-    with pytest.raises(UnsupportedError, match="optimizer_offload must be False on several node groups"):
-        layout_costs(workload(_LAYERS, both, job(8)), Layout(pipeline_parallel_degree=4, optimizer_offload=True))
+def test_on_several_node_groups_every_rank_goes_by_its_own_host() -> None:
+    """The second group's link to its host is half as fast, and its nodes have less memory; all must be known."""
+    machines, slower = hosted(), hosted(host_bandwidth_bytes_per_second=_SPEED / 2)
+    (first,), (second,) = machines.node_groups, slower.node_groups
+    other = second.model_copy(update={"name": "other", "host_memory_bytes": _NODE_BYTES // 2})
+    both = machines.model_copy(update={"node_groups": (first, other)})
+    layout = Layout(pipeline_parallel_degree=4, activation_offload=True)
+    plain = layout_costs(workload(_LAYERS, both, job(8)), layout.model_copy(update={"activation_offload": False}))
+    found = layout_costs(workload(_LAYERS, both, job(8)), layout)
+    for rank, times in enumerate((1, 1, 2, 2)):
+        moving = times * 6000 / (_SPEED * 0.8) * 1e9
+        before, after = (each.on_rank(rank).layers[rank]["none"] for each in (plain, found))
+        assert after.forward_ticks - before.forward_ticks == pytest.approx(moving, abs=1)
+    rows = predict_step(found, schedule_of(found), choose(found, [[(layer, "none")] for layer in range(4)])).memory
+    assert [row.host_bytes for row in rows] == [4 * 6000, 3 * 6000, 2 * 6000, 6000]
+    assert [row.host_capacity_bytes for row in rows] == [_NODE_BYTES // 2] * 2 + [_NODE_BYTES // 4] * 2
+    unknown = both.model_copy(update={"node_groups": (first, other.model_copy(update={"host_memory_bytes": None}))})
+    with pytest.raises(UnsupportedError, match=r"node_groups\[1\].host_memory_bytes: is not given"):
+        layout_costs(workload(_LAYERS, unknown, job(8)), layout)

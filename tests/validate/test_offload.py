@@ -168,8 +168,10 @@ def test_unknown_hosts_are_refused() -> None:
         staged(machines=hosts(host_bandwidth_bytes_per_second=None), **BOTH)
 
 
-def test_several_node_groups_offload_nothing() -> None:
-    """The contract is that of one group."""
-    groups = [hosts(1), hosts(1)]
-    plan = planned(MODEL, groups, (2, 2), optimizer_offload=True)
-    assert any("known for one node group" in problem for problem in check(plan, MODEL).problems)
+def test_on_several_node_groups_every_host_must_be_known() -> None:
+    """Each goes by its own; one that tells no memory is named."""
+    plan = planned(MODEL, [hosts(1), hosts(1)], (2, 2), optimizer_offload=True)
+    assert check(plan, MODEL).problems == ()
+    silent = hosts(1).model_copy(update={"host_memory_bytes": None})
+    plan = planned(MODEL, [hosts(1), silent], (2, 2), optimizer_offload=True)
+    assert any("tells no host_memory_bytes" in problem for problem in check(plan, MODEL).problems)
