@@ -46,8 +46,10 @@ class Draft:
     """Seconds; None: as long as the forward."""
     backward_weight: float | None = None
     parameters: int = 0
+    frozen: int = 0
+    """Those of the parameters that are not trained."""
     matrices: int | None = None
-    """Elements of hidden matrices among them, 100 FLOPs each in a Muon step; None: not known."""
+    """Elements of hidden matrices among the others, 100 FLOPs each in a Muon step; None: not known."""
     factored: int | None = None
     """Numbers that Adafactor keeps; None: not known."""
     activation: int = 0
@@ -77,7 +79,12 @@ class Draft:
             for mode in self.modes
         ]
         return LayerProfile(
-            name=name, kind=self.kind, modules=(f"model.{name}",), parameters=self.parameters, measurements=tuple(rows)
+            name=name,
+            kind=self.kind,
+            modules=(f"model.{name}",),
+            parameters=self.parameters,
+            frozen_parameters=self.frozen,
+            measurements=tuple(rows),
         )
 
     def _row(self, size: int, degree: int, mode: RecomputeMode, sequence_length: int) -> Measurement:
@@ -127,6 +134,7 @@ def profile(
     sequence_length: int = SEQUENCE_LENGTH,
     edges: Iterable[tuple[int, int, int]] = (),
     shared: Iterable[tuple[tuple[int, ...], int]] = (),
+    shares_frozen: bool = False,
     **fields: Any,
 ) -> ModelProfile:
     """A model of these layers, measured on the toy device.
@@ -138,6 +146,7 @@ def profile(
         sequence_length: tokens per sample.
         edges: skips, as (from, to, bytes per sample) with layers by position.
         shared: shared parameters, as (layers by position, elements).
+        shares_frozen: these are not trained.
         fields: further fields of the profile.
     """
     drafts = [draft for part in parts for draft in part]
@@ -163,6 +172,7 @@ def profile(
                     layers=tuple(names[user] for user in users),
                     parameters=elements,
                     factored_elements=elements // 3,
+                    frozen=shares_frozen,
                 )
                 for users, elements in shared
             ),

@@ -5,7 +5,7 @@ All costs are whole microseconds and whole bytes; link speeds are primes, so tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -46,14 +46,16 @@ def sizes(most: int = 1000) -> st.SearchStrategy[int]:
 def drafts(draw: st.DrawFn, kind: str, optimizer: float | None) -> Draft:
     """One kind of layer."""
     parameters = draw(sizes())
+    frozen = draw(st.sampled_from((0, 0, parameters // 2, parameters)))
     return Draft(
         kind=kind,
         forward=draw(seconds()),
         backward_input=draw(seconds()),
         backward_weight=draw(seconds()),
         parameters=parameters,
-        matrices=draw(st.integers(0, parameters)),
-        factored=draw(st.integers(0, parameters)),
+        frozen=frozen,
+        matrices=draw(st.integers(0, parameters - frozen)),
+        factored=draw(st.integers(0, parameters - frozen)),
         activation=draw(sizes(5000)),
         kept=draw(sizes(100)),
         output=draw(sizes()),
@@ -80,13 +82,14 @@ def models(draw: st.DrawFn, most_layers: int = 8) -> ModelProfile:
     has_two = len(layers) > 1
     edges = draw(st.lists(st.tuples(pairs, sizes()), max_size=2)) if has_two else []
     users = st.sets(places, min_size=2, max_size=3).map(lambda found: tuple(sorted(found)))
-    shared = draw(st.lists(users, max_size=1)) if has_two else []
+    shared, shares_frozen = draw(st.lists(users, max_size=1)) if has_two else [], draw(st.booleans())
     found = profile(
         layers,
         sizes=draw(st.sampled_from(((1,), (1, 2), (2, 4)))),
         degrees=draw(st.sampled_from(((1,), (1, 2)))),
         edges=[(*pair, size) for pair, size in edges],
-        shared=[(one, least) for one in shared if (least := min(layers[user].parameters for user in one))],
+        shared=[(one, most) for one in shared if (most := least(layers, one, frozen=shares_frozen))],
+        shares_frozen=shares_frozen,
     )
     told_for = draw(st.sampled_from((0, 0, 7, 4096)))
     longer = tuple(edge.model_copy(update={"sequence_length": told_for}) for edge in found.edges)
@@ -96,14 +99,20 @@ def models(draw: st.DrawFn, most_layers: int = 8) -> ModelProfile:
     return found.model_copy(update={"edges": longer, "layers": more})
 
 
+def least(layers: Sequence[Draft], users: Iterable[int], *, frozen: bool) -> int:
+    """What all of these layers have, of what is frozen or of what is trained."""
+    return min(one.frozen if frozen else one.parameters - one.frozen for one in (layers[user] for user in users))
+
+
 def with_operations(layer: LayerProfile) -> LayerProfile:
     """The layer with rows that list kernels: attention, and a product that reads its weights again for every chunk."""
 
     def kernels(row: Measurement) -> tuple[Operation, ...]:
+        gradients: Any = "input" if layer.frozen_parameters else None
         attention, product = row.forward_flops // 3, row.forward_flops - row.forward_flops // 3
         return (
             Operation(kind="attention", count=1, flops=attention, bytes=61),
-            Operation(kind="matmul", count=1, flops=product, bytes=401, m=8, n=3, k=5),
+            Operation(kind="matmul", count=1, flops=product, bytes=401, m=8, n=3, k=5, gradients=gradients),
         )
 
     rows = tuple(row.model_copy(update={"operations": kernels(row)}) for row in layer.measurements)
@@ -133,6 +142,7 @@ def _split_rows(layer: LayerProfile, how: str) -> Iterator[Measurement]:
             "expert_parallel_degree": 2,
             "local_parameters": layer.parameters - layer.parameters // 4,
             "local_expert_parameters": layer.parameters // 4,
+            "local_frozen_expert_parameters": layer.frozen_parameters // 8,
         }
         pieces = {"context_parallel_degree": 2, "forward_seconds": 0.5 * (row.forward_seconds or 0.0)}
         every: dict[str, dict[str, Any]] = {

@@ -17,8 +17,8 @@ from planner.spec.job import Job
 from planner.spec.layout import Layout, PredictionLayout
 from planner.spec.profile import Collective, LayerProfile, Measurement, ModelProfile
 from planner.validate.schedules import RULES
-from tests.builders import cluster, job, link, profile
-from tests.strategies import drafts, sizes
+from tests.builders import Draft, cluster, job, link, profile
+from tests.strategies import drafts, least, sizes
 from tests.validate.schedules import TOLD, numbers
 
 GROUPS = ("tensor", "context", "expert")
@@ -105,26 +105,30 @@ def models(draw: st.DrawFn, layout: Layout) -> ModelProfile:
     pairs = st.sets(st.sampled_from(places), min_size=2, max_size=2).map(lambda pair: tuple(sorted(pair)))
     edges = draw(st.lists(st.tuples(pairs, sizes()), max_size=2))
     users = draw(st.lists(st.sets(st.sampled_from(places), min_size=2, max_size=3), max_size=1))
+    shares_frozen = draw(st.booleans())
     plain = profile(
         layers,
         sizes=(layout.micro_batch_size,),
         degrees=(layout.tensor_parallel_degree,),
         edges=[(*pair, size) for pair, size in edges],
-        shared=[(tuple(sorted(one)), least) for one in users if (least := min(layers[at].parameters for at in one))],
+        shared=[(tuple(sorted(one)), most) for one in users if (most := least(layers, one, frozen=shares_frozen))],
+        shares_frozen=shares_frozen,
     )
-    changes = {kind.kind: draw(_of_kind(kind.parameters, layout)) for kind in kinds}
+    changes = {kind.kind: draw(_of_kind(kind, layout)) for kind in kinds}
     return plain.model_copy(update={"layers": tuple(split(one, layout, **changes[one.kind]) for one in plain.layers)})
 
 
 @st.composite
-def _of_kind(draw: st.DrawFn, parameters: int, layout: Layout) -> dict[str, Any]:
-    """Exchanges and experts of one kind of layer."""
-    local = draw(st.sampled_from((None, -(-parameters // layout.tensor_parallel_degree))))
-    least = -(-parameters // layout.tensor_parallel_degree)
+def _of_kind(draw: st.DrawFn, kind: Draft, layout: Layout) -> dict[str, Any]:
+    """Exchanges, experts and frozen parameters of one kind of layer."""
+    least, frozen = (-(-whole // layout.tensor_parallel_degree) for whole in (kind.parameters, kind.frozen))
+    experts = draw(st.sampled_from((0, least // 2, least)))
     return {
         "collectives": draw(collectives()),
-        "local_parameters": local,
-        "local_expert_parameters": draw(st.sampled_from((0, least // 2, least))),
+        "local_parameters": draw(st.sampled_from((None, least))),
+        "local_expert_parameters": experts,
+        "local_frozen_parameters": draw(st.sampled_from((None, frozen))),
+        "local_frozen_expert_parameters": draw(st.sampled_from((0, min(experts, frozen) // 2, min(experts, frozen)))),
     }
 
 

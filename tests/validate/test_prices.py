@@ -138,7 +138,9 @@ def test_predictions_agree(instance: Instance, zero: int, data: st.DataObject) -
     if not possible:
         return
     plain = data.draw(st.sampled_from(possible))
-    layout = plain.model_copy(update={"zero_stage": min(zero, 1) if plain.has_uneven_shares else zero})
+    shards = plain.zero_shard_degree if zero else None
+    stage = min(zero, 1) if plain.has_uneven_shares else zero
+    layout = plain.model_copy(update={"zero_stage": stage, "zero_shard_degree": shards})
     known = facts(instance.profile, instance.cluster, instance.job, layout)
     stage_map = data.draw(st.sampled_from(list(stage_maps(known))))
     _agree(workload(instance.profile, instance.cluster, instance.job), layout, known, stage_map)
