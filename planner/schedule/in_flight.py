@@ -98,10 +98,5 @@ def _crests(schedule: Schedule, rank: int) -> Numbers:
 
 def _maximal(vectors: set[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
     """Vectors that no other one reaches in every place."""
-    return tuple(
-        sorted(vector for vector in vectors if not any(_contains(other, vector) for other in vectors - {vector}))
-    )
-
-
-def _contains(large: tuple[int, ...], small: tuple[int, ...]) -> bool:
-    return all(left >= right for left, right in zip(large, small, strict=True))
+    rows = np.array(sorted(vectors), dtype=np.int64)
+    return tuple(tuple(row.tolist()) for row in rows if (rows >= row).all(axis=1).sum() == 1)

@@ -116,19 +116,35 @@ class Simulation:
         """Per rank: what it sends, in order, as far as it takes time."""
         return tuple(tuple(transfers_of(self, rank)) for rank in range(self.schedule.ranks))
 
+    def longest_chain(self, rank: int) -> list[int]:
+        """One longest chain of nodes up to a rank's last action, from there back to the first."""
+        node = self.graph.rank_actions[rank][-1]
+        if self.transfer_mode is TransferMode.OVERLAPPED:
+            return _longest_overlapped(self.graph, self.times[1], self.durations.of_transfers(), node)
+        return _longest_chain(self.graph, Flow.of(self.graph, self.durations, self.transfer_mode), node)
+
     @property
     def critical_actions(self) -> tuple[Action, ...]:
         """One longest chain of actions, first to last, each waiting for the one before or for what it sent."""
         graph = self.graph
-        flow = Flow.of(graph, self.durations, self.transfer_mode)
         last = max(range(self.schedule.ranks), key=self.end_seconds.__getitem__)
         named = {
             node: action
             for nodes, actions in zip(graph.rank_actions, self.schedule.actions, strict=True)
             for node, action in zip(nodes, actions, strict=True)
         }
-        chain = _longest_chain(graph, flow, graph.rank_actions[last][-1])
-        return tuple(named[node] for node in reversed(chain) if node in named)
+        return tuple(named[node] for node in reversed(self.longest_chain(last)) if node in named)
+
+
+def _longest_overlapped(graph: Graph, ends: Sequence[float], transfers: Sequence[float], node: int) -> list[int]:
+    """The same where transfers delay nothing but what waits for them: without asking for every node's flow."""
+    chain = []
+    while node != NOTHING:
+        chain.append(node)
+        producer, before = graph.producer[node], graph.before[node]
+        waits = producer != NOTHING and ends[producer] + transfers[graph.transfer[node]] >= ends[before]
+        node = producer if waits else before
+    return chain
 
 
 def _longest_chain(graph: Graph, flow: Flow, node: int) -> list[int]:

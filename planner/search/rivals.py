@@ -3,8 +3,8 @@
     (A1)  what the search left open or closed is taken up in the order of its bounds, whatever the incumbent
     (A2)  the first alternatives differ from the plan and from each other in their degrees; only when these run out, in
           schedule, micro-batch size, ZeRO stage or recomputation alone
-    (A3)  each is the best of a few layouts of its degrees, with the best stage map found by a fixed amount of work: a
-          real plan, but not proven to be the best of its degrees
+    (A3)  each is the best of a few layouts of its degrees, with the best stage map found by a fixed amount of work, and
+          of long schedules fewer are looked at: a real plan, but not proven to be the best of its degrees
     (A4)  of the groups of ranks that may share out the states of a ZeRO stage only one is looked at: that of the least
           bound, or the largest where that is no more than 1 % above; so many near twins would take up all of (A3)
 
@@ -34,6 +34,8 @@ _PER_DEGREES = 2
 """Plans looked at with the same degrees."""
 _MOST_PLANS = 5
 """Plans looked at, for each alternative wanted."""
+_MOST_ACTIONS = 100_000
+"""Of the schedules that are simulated, for each alternative wanted; once that many are found, no more."""
 _ROUNDS = 1
 """Of the search inside a layout."""
 _SYNTHESIS_WORK = 0.05
@@ -73,6 +75,7 @@ def _looked_at(state: State, best: Candidate, budget: int, top: int, limits: Lim
     heapq.heapify(heap)
     seen: Counter[tuple[int, ...]] = Counter()
     fastest: dict[tuple[int, ...], int] = {}
+    actions = _MOST_ACTIONS * top
     while heap and budget > 0 and seen.total() < _MOST_PLANS * top and not limits.should_stop():
         one = heapq.heappop(heap)
         here = _degrees(one)
@@ -84,8 +87,11 @@ def _looked_at(state: State, best: Candidate, budget: int, top: int, limits: Lim
         if not _is_ready(one):
             _push_all(heap, _nearest(free, list(take_up(free, one))))
             continue
+        if len(fastest.keys() - {best.degrees}) >= top and actions <= 0:
+            return
         seen[here] += 1
         candidate = _candidate(one, limits)
+        actions -= _actions(one)
         if candidate is not None:
             fastest[here] = min(candidate.ticks, fastest.get(here, candidate.ticks))
             yield candidate
@@ -104,13 +110,21 @@ def _push_all(heap: list[Open], parts: Iterable[Open]) -> None:
 def _is_ready(one: Open) -> bool:
     """A single layout that needs no further bound."""
     match one.item:
-        case Dealt():
-            return True
-        case DealtPerLayer(sizes=sizes):
-            return bool(sizes)
+        case Dealt(is_steady=is_steady):
+            return is_steady
+        case DealtPerLayer(stage_map=stage_map):
+            return bool(stage_map)
         case Searched(is_tight=is_tight) | Unordered(is_tight=is_tight):
             return is_tight
     return False
+
+
+def _actions(one: Open) -> int:
+    """Forwards and backwards of a single layout's step."""
+    assert isinstance(one.item, Searched | Dealt | DealtPerLayer | Unordered)
+    costs = one.item.costs
+    stages = costs.layout.pipeline_parallel_degree * costs.layout.virtual_stages_per_rank
+    return 2 * stages * costs.micro_batches * costs.layout.sequence_chunks
 
 
 def _candidate(one: Open, limits: Limits) -> Candidate | None:

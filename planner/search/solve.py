@@ -26,8 +26,9 @@ import heapq
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 
-from planner.cost import LayoutCosts, Workload, choose, evaluate, layout_costs, schedule_of, stage_memory
+from planner.cost import LayoutCosts, StageMap, Workload, choose, evaluate, layout_costs, schedule_of, stage_memory
 from planner.search.bounds import Totals, any_order_bound, lower_bound, may_fit, warm_ups
 from planner.search.dealt import (
     Uniform,
@@ -50,6 +51,7 @@ from planner.search.segments import LayerModes, allowed_modes, choices, uniform_
 from planner.search.sharding import worth_opening
 from planner.search.space import Family, Space, Zero
 from planner.search.state import Alike, Dealt, DealtPerLayer, Group, Open, Searched, State
+from planner.search.steady_state import steady_ticks
 from planner.search.synthesized import Unordered, first_bound, least_ticks, synthesized
 from planner.spec.layout import Layout, RecomputeWord, ZeroStage
 from planner.spec.plan import Options
@@ -141,7 +143,7 @@ def take_up(state: State, one: Open) -> Iterator[Open]:
         case Searched() as layout:
             yield from _searched(state, one, layout)
         case Dealt() as layout:
-            _dealt(state, one, layout)
+            yield from _dealt(state, one, layout)
         case DealtPerLayer() as layout:
             yield from _dealt_per_layer(state, one, layout)
         case Unordered() as layout:
@@ -171,7 +173,14 @@ def _groups(state: State, one: Open, family: Family) -> Iterator[Open]:
 
 
 def _orders(state: State, one: Open, group: Group) -> Iterator[Open]:
-    """Every order that may fit."""
+    """Every order that may fit; before that, what no order beats, by the micro-batches that all of them hold."""
+    if not group.is_tight:
+        totals = Totals.of(group.costs, allowed_modes(group.costs, state.wish))
+        units = _least_held(group.family, group.family.orders)
+        if may_fit(group.costs, totals, units):
+            bound = max(one.bound_ticks, any_order_bound(group.costs, totals, units))
+            yield Open(bound, one.order, replace(group, is_tight=True))
+        return
     alike: dict[RecomputeWord, list[Order]] = {}
     known: dict[RecomputeWord, tuple[tuple[LayerModes, ...], Totals]] = {}
     for place, order in enumerate(group.family.orders):
@@ -192,12 +201,32 @@ def _orders(state: State, one: Open, group: Group) -> Iterator[Open]:
     for place, (mode, orders) in enumerate(alike.items(), start=len(group.family.orders)):
         is_free = mode == "per-layer"
         modes = allowed_modes(group.costs, state.wish) if is_free else uniform_modes(group.costs, mode)
-        totals, units = Totals.of(group.costs, modes), (1,) * group.family.pipeline
+        totals, units = Totals.of(group.costs, modes), _least_held(group.family, tuple(orders))
         if may_fit(group.costs, totals, units):
             bound = max(one.bound_ticks, any_order_bound(group.costs, totals, units if is_free else None))
             words = [word for word in alike if word != "per-layer"]
             layers = PerLayer.of(group.costs, modes, words) if is_free else Uniform.of(group.costs, modes)
             yield Open(bound, (*one.order, place), Alike(group, totals, layers, tuple(orders)))
+
+
+def _least_held(family: Family, orders: tuple[Order, ...]) -> tuple[float, ...]:
+    return _least_held_of(family.pipeline, family.micro_batches, family.sequence_chunks, orders)
+
+
+@lru_cache(maxsize=4096)
+def _least_held_of(ranks: int, micro_batches: int, chunks: int, orders: tuple[Order, ...]) -> tuple[float, ...]:
+    least = [float(micro_batches)] * ranks
+    for order in orders:
+        if order.schedule == SYNTHESIZED:
+            return (1.0,) * ranks
+        if order.is_dealt:
+            held = wholly_held(order.schedule, ranks, micro_batches, order.virtual_stages, chunks)
+        elif order.schedule == "gpipe":
+            continue
+        else:
+            held = tuple(float(min(micro_batches, ranks - rank)) for rank in range(ranks))
+        least = list(map(min, least, held))
+    return tuple(least)
 
 
 def _alike(one: Open, alike: Alike) -> Iterator[Open]:
@@ -258,22 +287,28 @@ def _after(state: State, one: Open, layout: Searched, inside: Inside) -> Iterato
         state.bounds[one.order] = Open(inside.bound_ticks, one.order, layout)
 
 
-def _dealt(state: State, one: Open, layout: Dealt) -> None:
-    twin = layout.costs.layout.model_copy(update=_NOTHING_OFFLOADED), layout.sizes
-    if twin in state.fitting and _only_lengthens(layout.costs):
+def _dealt(state: State, one: Open, layout: Dealt) -> Iterator[Open]:
+    """Bound a layout by its steady state, or solve it."""
+    costs = layout.costs
+    twin = costs.layout.model_copy(update=_NOTHING_OFFLOADED), layout.sizes
+    if twin in state.fitting and _only_lengthens(costs):
         state.close(one)
+        return
+    if not layout.is_steady:
+        least = steady_ticks(costs, choose(costs, layout.layers.stage_map(layout.sizes)))
+        yield Open(max(one.bound_ticks, least), one.order, replace(layout, is_steady=True))
         return
     state.solved += 1
     found = dealt_candidate(layout)
     if found is not None:
-        if twin[0] == layout.costs.layout:
+        if twin[0] == costs.layout:
             state.fitting.add(twin)
         state.bounds[one.order] = replace(one, bound_ticks=found.ticks)
         state.take(found)
 
 
 def _dealt_per_layer(state: State, one: Open, layout: DealtPerLayer) -> Iterator[Open]:
-    """Deal the layers of a layout and bound it by what every rank recomputes, or solve it."""
+    """Deal the layers of a layout and bound it by what every rank recomputes, choose that, or solve it."""
     costs, layers = layout.costs, layout.layers
     if not layout.sizes:
         ranks, traits = ranks_of(costs), layout_traits(costs)
@@ -282,13 +317,19 @@ def _dealt_per_layer(state: State, one: Open, layout: DealtPerLayer) -> Iterator
         if least is not None:
             yield Open(max(one.bound_ticks, least), one.order, replace(layout, sizes=sizes))
         return
+    if not layout.stage_map:
+        stage_map = per_layer_stage_map(layout, state.limit_ticks)
+        if stage_map is None:
+            state.solved += 1
+            state.close(one)
+        else:
+            least = steady_ticks(costs, choose(costs, stage_map))
+            yield Open(max(one.bound_ticks, least), one.order, replace(layout, stage_map=stage_map))
+        return
     state.solved += 1
-    found = per_layer_candidate(layout, state.limit_ticks)
-    if found is None:
-        state.close(one)
-    else:
-        state.bounds[one.order] = replace(one, bound_ticks=found.ticks)
-        state.take(found)
+    found = per_layer_candidate(layout)
+    state.bounds[one.order] = replace(one, bound_ticks=found.ticks)
+    state.take(found)
 
 
 def _only_lengthens(costs: LayoutCosts) -> bool:
@@ -328,17 +369,20 @@ def dealt_candidate(layout: Dealt) -> Candidate | None:
     return Candidate(costs, schedule, stage_map, evaluate(costs, schedule, stages))
 
 
-def per_layer_candidate(layout: DealtPerLayer, limit_ticks: int = NO_LIMIT) -> Candidate | None:
-    """The only plan of a layout whose stages and recomputation follow from rules; None when it does not fit, when it
-    surely does not beat the limit, or when all layers recompute alike in their fastest modes: that is another layout.
-    """
+def per_layer_stage_map(layout: DealtPerLayer, limit_ticks: int) -> StageMap | None:
+    """The only stage map of a layout whose stages and recomputation follow from rules; None when it does not fit, when
+    it surely does not beat the limit, or when all layers are in their fastest modes: that is another layout."""
+    schedule = layout_schedule(layout.costs)
+    stage_map = fewest_modes(layout.costs, layout.layers, layout.sizes, schedule, limit_ticks=limit_ticks)
+    return None if stage_map is None or layout.layers.is_twin(stage_map) else stage_map
+
+
+def per_layer_candidate(layout: DealtPerLayer) -> Candidate:
+    """The only plan of a layout whose stage map is known, simulated."""
     costs, schedule = layout.costs, layout_schedule(layout.costs)
-    stage_map = fewest_modes(costs, layout.layers, layout.sizes, schedule, limit_ticks=limit_ticks)
-    if stage_map is None or layout.layers.is_twin(stage_map):
-        return None
-    stages = choose(costs, stage_map)
+    stages = choose(costs, layout.stage_map)
     assert all(row.fits for row in stage_memory(costs, stages, schedule)), "the rule counts as the memory model does"
-    return Candidate(costs, schedule, stage_map, evaluate(costs, schedule, stages))
+    return Candidate(costs, schedule, layout.stage_map, evaluate(costs, schedule, stages))
 
 
 def bounded(work: Workload, layout: Layout, wish: tuple[str, ...]) -> Open:

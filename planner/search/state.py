@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from planner.cost import TICK_SECONDS, LayoutCosts, Workload
+from planner.cost import TICK_SECONDS, LayoutCosts, StageMap, Workload
 from planner.cost.nearest import Split
 from planner.search.bounds import Totals
 from planner.search.dealt import Uniform
@@ -39,6 +39,8 @@ class Group:
     zero: Zero
     rank_order: RankOrder
     costs: LayoutCosts
+    is_tight: bool = False
+    """Bounded by the micro-batches too that every order holds."""
 
     def costs_of(self, order: Order) -> LayoutCosts:
         """The costs of one of them."""
@@ -87,6 +89,8 @@ class Dealt:
     layers: Uniform
     sizes: tuple[int, ...]
     """Layers of every stage."""
+    is_steady: bool = False
+    """Bounded by its steady state too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,8 @@ class DealtPerLayer:
     layers: PerLayer
     sizes: tuple[int, ...] = ()
     """Layers of every stage; empty: not dealt yet."""
+    stage_map: StageMap = ()
+    """Bounded by its steady state; empty: what recomputes is not chosen yet."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
