@@ -2,7 +2,7 @@
 
     (A1)  what the search left open or closed is taken up in the order of its bounds, whatever the incumbent
     (A2)  the first alternatives differ from the plan and from each other in their degrees; only when these run out, in
-          schedule, micro-batch size, ZeRO stage or recomputation alone
+          schedule, micro-batch size, ZeRO stage or recomputation alone: only then plans of its degrees are looked at
     (A3)  each is the best of a few layouts of its degrees, with the best stage map found by a fixed amount of work, and
           of long schedules fewer are looked at: a real plan, but not proven to be the best of its degrees
     (A4)  of the groups of ranks that may share out the states of a ZeRO stage only one is looked at: that of the least
@@ -71,24 +71,29 @@ def _looked_at(state: State, best: Candidate, budget: int, top: int, limits: Lim
     """Plans of other layouts, by (A1), (A3) and (A4)."""
     # Everything is looked at as if there were no incumbent; the search's own state stays as it is.
     free = State(state.work, state.considered, limits.deadline, limits.callbacks, nearest=set(state.nearest))
-    heap = list(_nearest(free, state.bounds.values()))
+    heap, own = list(_nearest(free, state.bounds.values())), list[Open]()
     heapq.heapify(heap)
     seen: Counter[tuple[int, ...]] = Counter()
     fastest: dict[tuple[int, ...], int] = {}
-    actions = _MOST_ACTIONS * top
-    while heap and budget > 0 and seen.total() < _MOST_PLANS * top and not limits.should_stop():
+    actions, is_own_turn = _MOST_ACTIONS * top, False
+    while budget > 0 and seen.total() < _MOST_PLANS * top and not limits.should_stop():
+        if not heap and not is_own_turn:
+            heap, is_own_turn = own, True
+        if not heap or (
+            len(fastest) >= top and (actions <= 0 or sorted(fastest.values())[top - 1] <= heap[0].bound_ticks)
+        ):
+            return
         one = heapq.heappop(heap)
         here = _degrees(one)
-        if seen[here] >= _PER_DEGREES or _is_the_plan(one, best):
+        if here == best.degrees and not is_own_turn:
+            own.append(one)
             continue
-        if len(fastest) > top and sorted(fastest.values())[top] <= one.bound_ticks:
-            return
+        if seen[here] >= _PER_DEGREES or one.bound_ticks >= fastest.get(here, NO_LIMIT) or _is_the_plan(one, best):
+            continue
         budget -= 1
         if not _is_ready(one):
             _push_all(heap, _nearest(free, list(take_up(free, one))))
             continue
-        if len(fastest.keys() - {best.degrees}) >= top and actions <= 0:
-            return
         seen[here] += 1
         candidate = _candidate(one, limits)
         actions -= _actions(one)
