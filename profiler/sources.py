@@ -19,6 +19,7 @@ from planner.errors import DocumentError, UnknownNameError, UnsupportedError
 from planner.spec.document import read_data
 from profiler.catalogue import CatalogueEntry
 from profiler.models import ModelInput, ModelSource
+from profiler.split_elementwise import take_split_tensors
 from profiler.tensor_parallel import follow_local_heads
 
 DEFAULT_IMAGE_SIZE = 224
@@ -184,7 +185,7 @@ def _class_names(task: _Task, config: Any) -> tuple[str, ...]:
 
 def _language_model(name: str, config: Any, builder: Callable[[], nn.Module]) -> ModelSource:
     text = config.get_text_config()
-    longest = getattr(text, "max_position_embeddings", None) or 0
+    longest = max(getattr(text, "max_position_embeddings", None) or 0, 0)  # XLNet says -1 for any number
     return ModelSource(
         name, "tokens", builder, vocabulary_size=text.vocab_size, longest_sequence=longest, config=config
     )
@@ -212,12 +213,15 @@ def _build_transformer(auto_class: Any, config: Any) -> nn.Module:
         config, attn_implementation=_attention(auto_class, config), dtype=torch.get_default_dtype()
     ).train()
     follow_local_heads(model)
+    take_split_tensors(model)
     return model
 
 
 def _attention(auto_class: Any, config: Any) -> str:
     """torch's fused kernels, or matrix products for models whose attention those lack (soft caps, sinks)."""
-    return "sdpa" if auto_class._model_mapping[type(config)]._supports_sdpa else "eager"
+    found = auto_class._model_mapping[type(config)]
+    model = found[0] if isinstance(found, tuple) else found  # the first is the one that is built
+    return "sdpa" if model._supports_sdpa else "eager"
 
 
 def _try_building(builder: Any, where: str) -> None:
@@ -307,6 +311,7 @@ def _is_example(value: Any) -> TypeGuard[Example]:
 def _build_from(function: Any, reference: str) -> nn.Module:
     model = _call(function, reference)[0].train()
     follow_local_heads(model)
+    take_split_tensors(model)
     return model
 
 

@@ -79,6 +79,8 @@ def product_of(module: nn.Module) -> Product | None:
     kind = type(module)
     if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
         return Product(0, 1, -1, _run_conv1d)
+    if kind.__name__ == "FalconLinear" and kind.__module__ == "transformers.models.falcon.modeling_falcon":
+        return _PRODUCTS[nn.Linear]  # whose product and bias are two roundings
     if getattr(module, "groups", 1) != 1:
         return None
     return _PRODUCTS.get(kind)

@@ -99,6 +99,17 @@ def _matmul(func: Any, left: Tensor, right: Tensor) -> SplitTensor:
     return like.like(made, dimension)
 
 
+def _added_product(
+    func: Any, input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> SplitTensor:
+    """(n, r, k) x (n, k, m), and to it an operand that broadcasts: split among the n."""
+    like, dimension = common((batch1, batch2))
+    if dimension != -3:
+        raise NoRuleError("a product over, or along, the dimension that is split")
+    added, *factors = (local_part(each, like, dimension) for each in (input, batch1, batch2))
+    return like.like(func(added, *factors, beta=beta, alpha=alpha))
+
+
 def _einsum(func: Any, equation: str, *operands: Any) -> SplitTensor:
     """Split along a letter that every split operand and the result have."""
     tensors: Sequence[Any] = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
@@ -274,6 +285,7 @@ RULES: dict[str, Rule] = {
     **{f"__i{name}__": _in_place for name in ("add", "sub", "mul", "truediv")},
     **dict.fromkeys(("to", "type", "type_as"), _as_type),
     **dict.fromkeys(("matmul", "bmm", "__matmul__"), _matmul),
+    "baddbmm": _added_product,
     "einsum": _einsum,
     "linear": _linear,
     "scaled_dot_product_attention": _attention,

@@ -174,10 +174,13 @@ def _narrow(func: Any, input: SplitTensor, dim: int, start: int, length: int) ->
 
 
 def _getitem(func: Any, input: SplitTensor, index: Any) -> SplitTensor:
-    """By whole numbers, slices, None and an ellipsis."""
+    """By whole numbers, slices, None and an ellipsis; or, in place of the numbers, one list of them."""
     entries = list(index) if isinstance(index, tuple) else [index]
-    if any(not (each is None or each is Ellipsis or isinstance(each, int | slice)) for each in entries):
+    if any(not (each is None or each is Ellipsis or isinstance(each, int | slice | list)) for each in entries):
         raise NoRuleError("an index that is a tensor")
+    lists = sum(isinstance(each, list) for each in entries)
+    if lists > 1 or (lists and any(isinstance(each, int) for each in entries)):
+        raise NoRuleError("indices that are paired, which moves dimensions")
     given = sum(each is not None and each is not Ellipsis for each in entries)
     if Ellipsis not in entries:
         entries.append(Ellipsis)

@@ -8,6 +8,7 @@ import copy
 import json
 import os
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -56,11 +57,39 @@ def test_activation_in_place_behind_a_recomputed_product(mode: RecomputeMode) ->
     torch.testing.assert_close(found, expected)
 
 
+class Doubled(torch.autograd.Function):
+    """Nobody can tell whether what it computes may be split."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor) -> torch.Tensor:
+        """Twice the input."""
+        return 2 * input
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        """Twice the gradient."""
+        return 2 * gradient
+
+
+class Doubling(nn.Module):
+    """An activation by a function of its own."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Twice the input."""
+        return cast(torch.Tensor, Doubled.apply(input))
+
+
+def doubling() -> tuple[nn.Module, torch.Tensor]:
+    """Two products, and between them such an activation."""
+    return nn.Sequential(nn.Linear(8, 8), Doubling(), nn.Linear(8, 8)), torch.randn(2, 8)
+
+
 def test_own_autograd_functions_take_no_split_tensor(tmp_path: Path) -> None:
-    """Bloom's GELU is one: its split was derived, and counting it then ended in a traceback."""
+    """A split through one was derived, and counting it then ended in a traceback; Bloom's GELU is known by name."""
+    assert load_model(f"{__name__}:doubling").tensor_parallel_degrees() == (1,)
     config = {"model_type": "bloom", "hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64}
     (tmp_path / "bloom.json").write_text(json.dumps({**config, "architectures": ["BloomForCausalLM"]}))
-    assert load_model(str(tmp_path / "bloom.json")).tensor_parallel_degrees() == (1,)
+    assert load_model(str(tmp_path / "bloom.json")).tensor_parallel_degrees() == (1, 2, 4)
 
 
 RELU, PRODUCT = nn.ReLU(), nn.Linear(8, 8)

@@ -135,6 +135,26 @@ VIT = {
     "patch_size": 8,
     "architectures": ["ViTForImageClassification"],
 }
+BLOOM = {
+    "model_type": "bloom",
+    "n_layer": 2,
+    "hidden_size": 32,
+    "n_head": 4,
+    "vocab_size": 256,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+FALCON = {
+    "model_type": "falcon",
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_kv_heads": 2,
+    "new_decoder_architecture": True,
+    "vocab_size": 256,
+}
+FALCON_ALIBI = {**FALCON, "num_kv_heads": 4, "new_decoder_architecture": False, "multi_query": False, "alibi": True}
+PHI3 = {**LLAMA, "model_type": "phi3", "num_hidden_layers": 2, "max_position_embeddings": 64, "pad_token_id": 0}
 GRAPHS = ("unet", "resnet", "diffusion", "wide")
 """Callables of `tests.profiler.graphs`."""
 FROZEN = (
@@ -164,6 +184,10 @@ CONFIGS = {
     "bert": BERT,
     "bert-still": BERT_STILL,
     "vit": VIT,
+    "bloom": BLOOM,
+    "falcon": FALCON,
+    "falcon-alibi": FALCON_ALIBI,
+    "phi3": PHI3,
     "llama": LLAMA,
     "qwen3": QWEN3,
     "tied-llama": {**LLAMA, "tie_word_embeddings": True},

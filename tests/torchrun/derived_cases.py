@@ -19,6 +19,12 @@ TWO_RANKS = {
     "gradients-bert": Case("bert", (6,), SGD, clip=0.5, **ONE_STEP),
     # Every rank takes its heads of a position bias that all have.
     "gradients-t5": Case("t5-split", (7,), SGD, clip=0.5, **ONE_STEP),
+    # Heads whose queries, keys and values lie together, positions in their scores, an activation of its own.
+    "gradients-bloom": Case("bloom", (4,), {**SGD, "recompute": {1: "selective", 2: "full"}}, clip=0.5, **ONE_STEP),
+    # Keys and values in one matrix with the queries that share them.
+    "gradients-falcon": Case("falcon", (4,), SGD, **ONE_STEP),
+    "gradients-falcon-alibi": Case("falcon-alibi", (4,), SGD, **ONE_STEP),
+    "gradients-phi3": Case("phi3", (4,), SGD, **ONE_STEP),
     "gradients-vit": Case("vit", (4,), EXAMPLES, **ONE_STEP),
     "gradients-own": Case("own_transformer", (4,), EXAMPLES, clip=0.5, **ONE_STEP),
     "gradients-torch-encoder": Case("torch_encoder", (3,), EXAMPLES, **ONE_STEP),
