@@ -298,12 +298,16 @@ def find_refusal(source: ModelSource) -> str:
             return f"takes statistics over all tokens in its module {name!r} ({type(part).__name__})"
         if getattr(part, "is_causal", True) is False:
             return f"attends to later tokens in its module {name!r}"
-    return _attention_refusal(source, chain.blocks)
+    return _attention_refusal(source, chain)
 
 
-def _attention_refusal(source: ModelSource, blocks: int) -> str:
-    """Run two chunks over two ranks on meta tensors: every block must take its keys and values from `PastKeys`."""
+def _attention_refusal(source: ModelSource, chain: TransformerChain) -> str:
+    """Run two chunks over two ranks on meta tensors: every block must take its keys and values from `PastKeys`. The
+    first block of every kind speaks for all that are like it: dozens of blocks take seconds."""
     model = source.build_on_meta()
+    kinds = [layer.kind for layer in source.cut().layers[1:-1]]
+    blocks = {kinds.index(kind) for kind in kinds}
+    chain.keep_blocks(model, blocks)
     use_lower_right(model)
     for rank in range(2):
         kept = KeyValues(Pieces(8, chunks=2, context_ranks=2, context_rank=rank), _twice)
@@ -314,7 +318,7 @@ def _attention_refusal(source: ModelSource, blocks: int) -> str:
             # Whatever a model's own code raises over a cache that is none.
             except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError) as error:
                 return f"does not run on a piece: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        missing = sorted(set(range(blocks)) - {layer for layer, _ in kept.wholes})
+        missing = sorted(blocks - {layer for layer, _ in kept.wholes})
         if missing:
             return f"has no keys and values to keep in its block {missing[0]}"
     return ""

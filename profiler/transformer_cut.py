@@ -12,7 +12,8 @@ leaves at the block boundary [1], past whatever the model's code did to `inputs_
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +41,8 @@ def cut_transformer(model: Any, inputs: Tensor) -> LayerCut:
     blocks = list(model.get_submodule(blocks_name).children())
     before, after, seen = _trace(model, blocks_name, inputs)
     chain = TransformerChain(blocks_name, len(blocks), before, after, seen.places)
+    assert seen.hidden is not None
+    _check_stages(model, chain, seen.hidden)
     marks = zip(map(signature, blocks), seen.carry_gradients, strict=True)
     kinds = name_kinds(marks, (type(block).__name__ for block in blocks))
     made = (*seen.carry_gradients[1:], seen.hidden is not None and seen.hidden.requires_grad)
@@ -126,7 +129,13 @@ def _trace(model: nn.Module, blocks_name: str, inputs: Tensor) -> tuple[tuple[st
         for block in blocks:
             handles.append(block.register_forward_pre_hook(record.block_starts, with_kwargs=True))
             handles.append(block.register_forward_hook(record.block_ends))
-        model(inputs)
+        drawn = torch.get_rng_state()
+        try:
+            model(inputs)
+        except Exception as error:  # any: it is the model's code
+            raise _refusal(model, f"does not run on meta tensors: {_first_line(error)}") from error
+    if not torch.equal(drawn, torch.get_rng_state()):  # on meta nothing else draws
+        record.broken = "lets random numbers tell what it runs, as those that leave out blocks do"
     if record.broken:
         raise _refusal(model, record.broken)
     if len(record.blocks) != len(blocks):
@@ -136,6 +145,30 @@ def _trace(model: nn.Module, blocks_name: str, inputs: Tensor) -> tuple[tuple[st
         raise _refusal(model, f"never runs its module {idle[0]!r}, so no stage would train it")
     before, after = (_collapse(names, outside, blocks_name) for names in (record.before, record.after))
     return before, after, record
+
+
+def _check_stages(model: Any, chain: TransformerChain, hidden: Tensor) -> None:
+    """The first block alone and the head alone run, leave what they receive as it is, and can be initialised.
+
+    Raises:
+        UnsupportedError: the code around the blocks asks for more than it finds in a stage.
+    """
+    for start in (1, chain.blocks + 1):
+        received = torch.empty_like(hidden)
+        try:
+            stage: Any = chain.stage(copy.deepcopy(model), start, start + 1)
+            with meta_friendly(), torch.no_grad():
+                stage(received)
+                for part in stage.modules():
+                    stage._init_weights(part)
+        except Exception as error:  # any: it is the model's code
+            raise _refusal(model, f"does not run in stages: {_first_line(error)}") from error
+        if received._version > 0:
+            raise _refusal(model, "changes in place what it takes for embeddings")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _owns_parameters(module: nn.Module) -> bool:
@@ -314,10 +347,13 @@ class TransformerChain(TensorChain):
     def _take_away(self, model: nn.Module, start: int, stop: int) -> None:
         for name in (self.before if start > 0 else ()) + (self.after if stop < self.blocks + 2 else ()):
             _replace(model, name, Absent())
-        for index in range(self.blocks):
-            if not start <= index + 1 < stop:
-                name = f"{self.blocks_name}.{index}"
-                _replace(model, name, AbsentBlock(model.get_submodule(name), self.places))
+        self.keep_blocks(model, [index for index in range(self.blocks) if start <= index + 1 < stop])
+
+    def keep_blocks(self, model: nn.Module, kept: Collection[int]) -> None:
+        """Take all other blocks out of a whole model, in place."""
+        for index in set(range(self.blocks)) - set(kept):
+            name = f"{self.blocks_name}.{index}"
+            _replace(model, name, AbsentBlock(model.get_submodule(name), self.places))
 
     @staticmethod
     def _enter(blocks: list[nn.Module], index: int, boundary: _Boundary) -> None:
