@@ -120,6 +120,7 @@ def _run(
     forward: Callable[..., Any],
     contexts: Callable[[Contexts], Contexts],
     state: ForwardState,
+    /,
     *arguments: Any,
     **keywords: Any,
 ) -> Any:

@@ -209,19 +209,28 @@ def _image_classifier(name: str, config: Any, builder: Callable[[], nn.Module]) 
 
 
 def _build_transformer(auto_class: Any, config: Any) -> nn.Module:
+    model_class = _model_class(auto_class, config)
+    config.architectures = [model_class.__name__]  # transformers looks here where a type has several classes
     model: nn.Module = auto_class.from_config(
-        config, attn_implementation=_attention(auto_class, config), dtype=torch.get_default_dtype()
+        config, attn_implementation=_attention(model_class), dtype=torch.get_default_dtype()
     ).train()
     follow_local_heads(model)
     take_split_tensors(model)
     return model
 
 
-def _attention(auto_class: Any, config: Any) -> str:
-    """torch's fused kernels, or matrix products for models whose attention those lack (soft caps, sinks)."""
+def _model_class(auto_class: Any, config: Any) -> Any:
+    """The class that is built: of several, the one that the configuration asks for, else the first."""
     found = auto_class._model_mapping[type(config)]
-    model = found[0] if isinstance(found, tuple) else found  # the first is the one that is built
-    return "sdpa" if model._supports_sdpa else "eager"
+    if not isinstance(found, tuple):
+        return found
+    asked = config.architectures or ()
+    return next((each for each in found if each.__name__ in asked), found[0])
+
+
+def _attention(model_class: Any) -> str:
+    """torch's fused kernels, or matrix products for models whose attention those lack (soft caps, sinks)."""
+    return "sdpa" if model_class._supports_sdpa else "eager"
 
 
 def _try_building(builder: Any, where: str) -> None:
