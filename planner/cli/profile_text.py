@@ -55,10 +55,14 @@ def noise(profile: ModelProfile) -> list[str]:
 def _head(profile: ModelProfile) -> str:
     shared = sum(each.parameters * (len(each.layers) - 1) for each in profile.shared_parameters)
     parameters = sum(layer.parameters for layer in profile.layers) - shared
+    frozen = sum(layer.frozen_parameters for layer in profile.layers)
+    frozen -= sum(each.parameters * (len(each.layers) - 1) for each in profile.shared_parameters if each.frozen)
     ogp = recipe("fp32" if BYTES_PER_ELEMENT[profile.dtype] == 4 else "bf16-mixed", "adamw")
+    kept = ogp.total_bytes(ParameterCount(parameters - frozen)) + frozen * ogp.parameter_bytes
+    told = f" ({scaled(frozen)} of them frozen)" if frozen else ""
     return (
         f"{bold(profile.model)} on {profile.device}, {profile.dtype}: {counted(len(profile.layers), 'layer')}, "
-        f"{scaled(parameters)} parameters, OGP with AdamW {gibibytes(ogp.total_bytes(ParameterCount(parameters)))}"
+        f"{scaled(parameters)} parameters{told}, OGP with AdamW {gibibytes(kept)}"
     )
 
 

@@ -217,7 +217,8 @@ def check_model(plan: Plan, source: ModelSource) -> None:
     profile = plan.request.profile
     if profile is not None and profile.model_digest and profile.model_digest != source.digest:
         raise MismatchError(
-            f"the plan was made from a profile of {profile.model}, whose parameters are not those of {source.name}.",
+            f"the plan was made from a profile of {profile.model}, whose parameters are not those of {source.name}, or "
+            "other ones of which are frozen.",
             field="model",
             mend=f"run the plan with {profile.model}, or profile {source.name} and plan again.",
         )

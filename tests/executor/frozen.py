@@ -10,18 +10,19 @@ from tests.executor.plans import GPT2_STILL, LLAMA, MIXTRAL
 RANK = 4
 
 
-class Adapted(nn.Linear):
-    """A frozen linear layer with an adapter beside it (Hu et al. 2021, "LoRA", section 4.1)."""
+class Adapted(nn.Module):
+    """A linear layer with an adapter beside it (Hu et al. 2021, "LoRA", section 4.1)."""
 
     def __init__(self, base: nn.Linear, rank: int = RANK) -> None:
-        super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
-        self.requires_grad_(False)
+        super().__init__()
+        self.base = base
         self.down = nn.Linear(base.in_features, rank, bias=False)
         self.up = nn.Linear(rank, base.out_features, bias=False)
 
     def forward(self, input: Tensor) -> Tensor:
         """W x + B A x."""
-        return super().forward(input) + self.up(self.down(input))
+        made: Tensor = self.base(input) + self.up(self.down(input))
+        return made
 
 
 def adapt(model: nn.Module, *names: str) -> nn.Module:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.torchrun.cases import IN_A_V, Case, run, share_groups
 from tests.torchrun.resume_cases import Runs
 
-FAST: dict[str, Any] = {"steps": 2, "learning_rate": 0.05}
+FAST: dict[str, Any] = {"steps": 2, "learning_rate": 0.2}
 STAGES: dict[str, Any] = {"data": 2, "micro_batches": 3, "optimizer": "momentum"}
 REPLICAS: dict[str, Any] = {"data": 4, "micro_batches": 2, "optimizer": "momentum"}
 SHARDS: dict[str, Any] = {"data": 2, "tensor": 2, "micro_batches": 2, "optimizer": "momentum"}
