@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from planner.cost.communication import Group
 from planner.cost.groups import Groups
+from planner.cost.held import Held
 from planner.cost.pricing import LayerCost, LayerPricing, known_prices
 from planner.cost.workload import Workload, modes_of
 from planner.spec.layout import Layout, ZeroStage
@@ -56,6 +57,23 @@ def _costs(work: Workload, split: Split, groups: Groups, chunks: int = 1, zero: 
         plain, layer = rows[index][modes_of(rows[index])[0]], work.profile.layers[index]
         computed[index] = LayerPricing(work, layout, groups, layer, plain, known).costs(rows[index])
     return tuple(map(computed.__getitem__, alike))
+
+
+def expert_shares(work: Workload, split: Split) -> tuple[tuple[float, float], ...]:
+    """Of every layer the part of its parameters that belongs to experts, and that of those that are trained; 0 where
+    there are none.
+
+    Args:
+        work: of a node group.
+        split: of every layer.
+    """
+    rows, found = work.sizes[split], {}
+    alike = work.alike(rows)
+    for index in set(alike):
+        held = Held.of(work.profile.layers[index], rows[index][modes_of(rows[index])[0]])
+        of_trained = held.trained_experts / held.trained if held.trained else 0.0
+        found[index] = (held.experts / held.elements if held.elements else 0.0, of_trained)
+    return tuple(map(found.__getitem__, alike))
 
 
 def nearest_ticks(work: Workload, split: Split) -> tuple[tuple[int, ...], tuple[int, ...]]:

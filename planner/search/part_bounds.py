@@ -9,16 +9,19 @@ tensor-parallel ranks, and those that share experts, as near to each other as th
           first chunk, and nothing is known of memory                                                -> _Split.of()
 
     (K10) what is least over all splits, and all d and P, bounds every layout of the part; what is least for one split,
-          d and P, every layout of that family                                -> PartBounds.least, PartBounds.of_part()
+          d and P, every layout of that family; and of these, (K8) and (K9) tell apart those whose orders recompute and
+          split backwards in one way (`planner.search.order_classes`)         -> PartBounds.least, PartBounds.of_part()
 
-Of parts with the same kinds of devices, these depend on their number alone, so all are bounded at once.
+Of parts with the same kinds of devices, these depend on their number alone, so all are bounded at once. Where a plan to
+beat is known, what may still beat it is bounded again by (K11) to (K13) of `planner.search.depth_bounds`
+                                                                                               -> PartBounds.raised_to()
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Self
 
@@ -26,11 +29,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost import Workload, reserved_bytes
-from planner.cost.nearest import Split, exchanging_costs, nearest_costs
+from planner.cost.nearest import Layers, Split, exchanging_costs, expert_shares, nearest_costs
 from planner.cost.pricing import LayerCost
 from planner.search.chunks import chunks_of
+from planner.search.depth_bounds import Depth
 from planner.search.least_work import by_layer
 from planner.search.offloading import NOTHING, offloadings_of
+from planner.search.order_classes import ALIKE, CLASSES, PER_LAYER, SEARCHED, SPLIT, FamilyBounds
 from planner.search.orders import MODES, schedules_of
 from planner.search.parts import Part
 from planner.search.split_bounds import PLENTY, Alike, Floats, Held, Mixed, Pipelines, Ticks
@@ -61,38 +66,38 @@ class PartBounds:
         for works, places in _by_kinds(work, parts):
             unknown[places] = False
             devices = np.array([parts[place].devices for place in places], dtype=np.int64)
-            self._found += [one.at(places) for one in _families(works, devices)]
-        least = np.where(unknown, 0.0, math.inf)
-        for one in self._found:
-            np.minimum.at(least, one.places, one.ticks)
-        self.least: list[float] = least.tolist()
-        """Ticks of a step that no layout beats, by part; infinite where there is no layout."""
+            self._found += [one.on(places) for one in _families(works, devices)]
+        self._unbounded = np.where(unknown, 0.0, math.inf)
 
-    def of_part(self, part: Part) -> dict[tuple[Split, int, int], float]:
-        """Ticks that no layout of a family on the part beats, by its split, sequence chunks and pipeline ranks;
-        infinite where none fits."""
-        place, found = self._parts[part.nodes, part.devices], {}
+    @property
+    def least(self) -> list[float]:
+        """Ticks of a step that no layout beats, by part; infinite where there is no layout."""
+        least = self._unbounded.copy()
         for one in self._found:
-            for at in np.flatnonzero(one.places == place).tolist():
-                found[one.split, one.chunks, int(one.ranks[at])] = float(one.ticks[at])
+            np.minimum.at(least, one.places, one.ticks.min(axis=0))
+        found: list[float] = least.tolist()
         return found
 
+    def is_known(self, part: Part) -> bool:
+        """Are the families of the part bounded?"""
+        return bool(self._unbounded[self._place(part)] > 0)
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """Bounds of pipelines of one split."""
+    def of_part(self, part: Part) -> FamilyBounds:
+        """Ticks that no layout of a family on the part beats, by its split, sequence chunks and pipeline ranks, and the
+        class of the order; infinite where none fits."""
+        place, found = self._place(part), {}
+        for one in self._found:
+            for at in np.flatnonzero(one.places == place).tolist():
+                found[one.split.key, one.split.chunks, int(one.ranks[at])] = tuple(one.ticks[:, at].tolist())
+        return found
 
-    split: Split
-    chunks: int
-    places: NDArray[np.intp]
-    """Part of each."""
-    ranks: Ticks
-    """P of each."""
-    ticks: Floats
+    def raised_to(self, limits: Sequence[float]) -> None:
+        """Bound again what may take less than these ticks, by part: (K11) to (K13)."""
+        by_part = np.array(limits, dtype=np.float64)
+        self._found = [one.raised_to(by_part) for one in self._found]
 
-    def at(self, places: NDArray[np.intp]) -> Self:
-        """With other numbers for the parts."""
-        return type(self)(self.split, self.chunks, places[self.places], self.ranks, self.ticks)
+    def _place(self, part: Part) -> int:
+        return self._parts[part.nodes, part.devices]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +107,24 @@ class _Zero:
     least_replicas: int
     held: Held
     modes: tuple[Alike, ...]
+    """Split backwards first, then full ones in every mode; or what holds of all."""
     mixed: Mixed | None = None
+    depth: Depth | None = None
 
     def least(self, at: Pipelines) -> Floats:
-        """Ticks that no step beats; never, where there are too few replicas."""
+        """Ticks that no step beats, [class, pipeline]; never, where there are too few replicas."""
         left = self.held.left(at)
-        ways = [mode.least(at, left) for mode in self.modes]
-        ways += [self.mixed.least(at, left)] if self.mixed else []
-        return np.where(at.replicas < self.least_replicas, np.inf, np.minimum.reduce(ways))
+        split, *full = (mode.least(at, left) for mode in self.modes)
+        alike = np.minimum.reduce(full or [split])
+        mixed = alike if self.mixed is None else self.mixed.least(at, left)
+        rows = {SEARCHED: np.where(at.are_alike, mixed, alike), PER_LAYER: mixed, ALIKE: alike, SPLIT: split}
+        least = np.array([rows[each] for each in range(CLASSES)])
+        return np.where(at.replicas < self.least_replicas, np.inf, least)
+
+    def raised(self, at: Pipelines, limits: Floats, kind: int) -> Floats:
+        """The same of one class, bounded again up to these limits."""
+        least: Floats = self.least(at)[kind]
+        return least if self.depth is None else self.depth.raised(at, least, limits, are_dealt=kind == PER_LAYER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +152,51 @@ class _Split:
         """Of a pipeline rank."""
         return self.key[1] * self.key[2]
 
-    def least(self, batch: int, ranks: Ticks, data: Ticks) -> Floats:
-        """Ticks by numbers of pipeline and data ranks, rounded down."""
+    def pipelines(self, batch: int, ranks: Ticks, data: Ticks) -> Pipelines:
+        """By numbers of pipeline and data ranks."""
         micro_batches = batch // self.key[0]
-        at = Pipelines(ranks, data * self.key[2], -(-micro_batches // data), micro_batches % data == 0)
+        return Pipelines(ranks, data * self.key[2], -(-micro_batches // data), micro_batches % data == 0)
+
+    def least(self, at: Pipelines) -> Floats:
+        """Ticks, rounded down, [class, pipeline]."""
         ticks: Floats = np.floor(np.minimum.reduce([zero.least(at) for zero in self.zeros]) * _LESS)
         return ticks
+
+    def raised(self, at: Pipelines, limits: Floats, kind: int) -> Floats:
+        """Ticks of a class, rounded down, raised up to these limits."""
+        ticks: Floats = np.floor(np.minimum.reduce([zero.raised(at, limits, kind) for zero in self.zeros]) * _LESS)
+        return ticks
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Bounds of pipelines of one split."""
+
+    split: _Split
+    places: NDArray[np.intp]
+    """Part of each."""
+    at: Pipelines
+    ticks: Floats
+    """[class, pipeline]."""
+
+    @property
+    def ranks(self) -> Ticks:
+        """P of each."""
+        return self.at.ranks
+
+    def on(self, places: NDArray[np.intp]) -> Self:
+        """With other numbers for the parts."""
+        return replace(self, places=places[self.places])
+
+    def raised_to(self, limits: Floats) -> Self:
+        """What may take less than these ticks, by part, bounded again."""
+        ticks, limits = self.ticks.copy(), limits[self.places]
+        for kind in (SEARCHED, PER_LAYER):
+            some = np.flatnonzero(ticks[kind] < limits)
+            if len(some):
+                raised = self.split.raised(self.at.some(some), limits[some], kind)
+                ticks[kind, some] = np.maximum(ticks[kind, some], raised)
+        return replace(self, ticks=ticks)
 
 
 def _least_backward(options: Mapping[RecomputeMode, LayerCost]) -> int:
@@ -152,27 +206,37 @@ def _least_backward(options: Mapping[RecomputeMode, LayerCost]) -> int:
 def _zeros(work: Workload, key: Split) -> Iterator[_Zero]:
     """ZeRO 0 and 1, 2, and 3: with what exchanges take at least, and what OGP is left."""
     plain = exchanging_costs(work, key, 0)
-    once = [next(iter(plain[place].values())) for place in _stored_once(work)]
-    ogp = np.array([(one.optimizer_bytes, one.gradients_bytes, one.parameters_bytes) for one in once]).sum(axis=0)
+    ogp, experts = _ogp_bytes(work, key, plain)
     for stage, shared in _STAGES:
         layers = exchanging_costs(work, key, stage) if stage else plain
         gathered = 2 * max(next(iter(options.values())).gathered_bytes for options in layers)
         temporary = min(cost.temporary_bytes for options in layers for cost in options.values())
         room = _room_bytes(work) - gathered - temporary
-        held = Held(room, float(ogp[shared:].sum()), float(ogp[:shared].sum()))
+        of_experts = experts[:shared].sum(axis=0)
+        held = Held(room, ogp[shared:].sum(axis=0), ogp[:shared].sum(axis=0) - of_experts, of_experts, key[3])
         if offloadings_of(work, dict(work.job.constraints)) != (NOTHING,):
             held = PLENTY
         modes = [mode for mode in MODES if any(mode in options for options in layers)]
         rows = [[options.get(mode, next(iter(options.values()))) for options in layers] for mode in modes]
         alike = [Alike.of(each, splits=False) for each in rows]
         mixed = Mixed.of(alike, held.room_bytes)
-        yield _Zero(1 + (stage > 0), held, (Alike.of(rows[0], splits=True), *alike), mixed)
+        depth = None if held is PLENTY else Depth.of(layers, held)
+        yield _Zero(1 + (stage > 0), held, (Alike.of(rows[0], splits=True), *alike), mixed, depth)
 
 
-def _stored_once(work: Workload) -> list[int]:
-    """Layers whose parameters no layer before them shares: a rank that holds both stores them once."""
+def _ogp_bytes(work: Workload, key: Split, plain: Layers) -> tuple[Floats, Floats]:
+    """Optimizer states, gradients and parameters by layer, that no rank shares out, and what of them is of experts."""
+    rows = [next(iter(options.values())) for options in plain]
+    ogp = np.array([(one.optimizer_bytes, one.gradients_bytes, one.parameters_bytes) for one in rows], dtype=np.float64)
+    ogp[_stored_again(work)] = 0.0
+    shares = np.array([(trained, trained, of_all) for of_all, trained in expert_shares(work, key)])
+    return ogp.T, (ogp * shares).T
+
+
+def _stored_again(work: Workload) -> list[int]:
+    """Layers whose parameters a layer before them shares: a rank that holds both stores them once."""
     again = {name for shared in work.profile.shared_parameters for name in shared.layers[1:]}
-    return [place for place, layer in enumerate(work.profile.layers) if layer.name not in again]
+    return [place for place, layer in enumerate(work.profile.layers) if layer.name in again]
 
 
 def _room_bytes(work: Workload) -> int:
@@ -213,7 +277,8 @@ def _families(works: Sequence[Workload], devices: Ticks) -> Iterator[_Found]:
         enough = data * one.key[0] <= batch
         if enough.any():
             places, ranks = places[enough], ranks[enough]
-            yield _Found(one.key, one.chunks, places, ranks, one.least(batch, ranks, data[enough]))
+            at = one.pipelines(batch, ranks, data[enough])
+            yield _Found(one, places, at, one.least(at))
 
 
 def _splits(works: Sequence[Workload]) -> Iterator[_Split]:

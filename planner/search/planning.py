@@ -21,6 +21,7 @@ from planner.cost import (
 from planner.errors import LayoutError, MismatchError
 from planner.schedule import Requirement, Schedule, canonical_name, find, requirements
 from planner.search.bounds import BOUNDED
+from planner.search.contenders import Contest
 from planner.search.dealt import Uniform, deal, ranks_of
 from planner.search.dealt_recompute import PerLayer, check_per_layer, fewest_modes
 from planner.search.explain import (
@@ -35,7 +36,7 @@ from planner.search.explain import (
 )
 from planner.search.inside import LayoutSearch, solve_layout
 from planner.search.nearest import unfit
-from planner.search.objectives import Contest, contest
+from planner.search.objectives import contest
 from planner.search.offloading import NOTHING
 from planner.search.orders import SYNTHESIZED
 from planner.search.pareto import front

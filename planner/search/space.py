@@ -23,13 +23,14 @@ what they offload.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from itertools import product
 from typing import NamedTuple
 
 from planner.cost import Workload
+from planner.cost.nearest import Split
 from planner.errors import UnsupportedError
 from planner.search.chunks import CHUNKS, Rows, chunks_of
 from planner.search.offloading import NOTHING, Offloading, offloadings_of, orders_offloading
@@ -47,6 +48,7 @@ from planner.search.words import constraint_text
 from planner.spec.job import WHOLE_PARAMETERS, Constraint, Job, allows
 from planner.spec.layout import Layout, RankOrder, ZeroStage
 
+Worth = Callable[[Split, int], bool]
 RECOMPUTE_WISHES = ("none", "selective", "full", "per-layer")
 
 
@@ -146,8 +148,12 @@ class Space:
         return sum(family.count for family in self.families)
 
 
-def space_of(work: Workload) -> Space:
+def space_of(work: Workload, is_worth: Worth | None = None) -> Space:
     """All layouts of a workload that the job's constraints permit: equations (D1) to (D14).
+
+    Args:
+        work: what is to be laid out.
+        is_worth: tells splits and pipeline degrees whose families matter; None: all do.
 
     Raises:
         UnsupportedError: a constraint asks for what the search does not choose, or the model does not permit.
@@ -155,8 +161,8 @@ def space_of(work: Workload) -> Space:
     """
     check_constraints(work.job)
     check_asked_pieces(work)
-    found = tuple(families(work, dict(work.job.constraints)))
-    return Space(found, () if found else _reasons(work))
+    found = tuple(families(work, dict(work.job.constraints), is_worth))
+    return Space(found, () if found or is_worth else _reasons(work))
 
 
 def layouts(work: Workload) -> Iterator[Layout]:
@@ -195,13 +201,15 @@ def check_constraints(job: Job) -> None:
         schedules_of(job.constraints["schedule"])
 
 
-def families(work: Workload, constraints: dict[str, Constraint]) -> Iterator[Family]:
-    """Families by (D1) to (D14) that the constraints permit."""
+def families(work: Workload, constraints: dict[str, Constraint], is_worth: Worth | None = None) -> Iterator[Family]:
+    """Families by (D1) to (D14) that the constraints permit; see `space_of`."""
     for offloading in offloadings_of(work, constraints):
-        yield from _families(work, constraints, offloading)
+        yield from _families(work, constraints, offloading, is_worth)
 
 
-def _families(work: Workload, constraints: dict[str, Constraint], offloading: Offloading) -> Iterator[Family]:
+def _families(
+    work: Workload, constraints: dict[str, Constraint], offloading: Offloading, is_worth: Worth | None
+) -> Iterator[Family]:
     whole = work.job.optimizer in WHOLE_PARAMETERS
     schedules = schedules_of(constraints.get("schedule"))
     wish = recompute_wish(constraints.get("recompute"))
@@ -221,7 +229,7 @@ def _families(work: Workload, constraints: dict[str, Constraint], offloading: Of
         speeds = cache(partial(Speeds.of, work, split))
         for pipeline in _divisors(work.devices, tensor * context):
             degrees = (work.devices // (tensor * context * pipeline), tensor, pipeline, context, expert)
-            if degrees[0] * context % expert:
+            if degrees[0] * context % expert or not (is_worth is None or is_worth(split, pipeline)):
                 continue
             for standing in standings_of(work, degrees, size, constraints.get("rank_order"), speeds):
                 if offloading != NOTHING and not standing.are_alike:

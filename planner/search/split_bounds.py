@@ -66,25 +66,41 @@ class Pipelines:
     are_alike: Mask
     """All data ranks have as many."""
 
+    def some(self, places: slice | NDArray[np.intp]) -> Pipelines:
+        """Those at these places."""
+        return Pipelines(self.ranks[places], self.replicas[places], self.micro_batches[places], self.are_alike[places])
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class Held:
     """What a device has room for, and what lies there all the time."""
 
     room_bytes: float
     """R."""
-    whole_bytes: float
-    """OGP of all layers that is not shared out, on the ranks of one pipeline."""
-    shared_bytes: float
-    """What ZeRO shares out among replicas."""
+    whole_bytes: Floats
+    """OGP that is not shared out, by layer: those of a pipeline rank's layers add up."""
+    shared_bytes: Floats
+    """Likewise, what ZeRO shares out among replicas."""
+    of_experts_bytes: Floats
+    """Likewise, what it shares out among those replicas alone that hold the same experts."""
+    experts_degree: int = 1
+    """Replicas that share experts."""
 
     def left(self, at: Pipelines) -> Floats:
         """P R - OGP, rounded up by a byte; 0 or less where OGP alone is too much."""
-        left: Floats = at.ranks * self.room_bytes - self.whole_bytes - self.shared_bytes / at.replicas + 1.0
+        shared = self.shared_bytes.sum() + self.of_experts_bytes.sum() * self.experts_degree
+        left: Floats = at.ranks * self.room_bytes - self.whole_bytes.sum() - shared / at.replicas + 1.0
         return left
 
+    def by_layer(self, at: Pipelines) -> Floats:
+        """OGP, [pipeline, layer]."""
+        shared = self.shared_bytes + self.of_experts_bytes * self.experts_degree
+        ogp: Floats = self.whole_bytes + shared / at.replicas[:, None]
+        return ogp
 
-PLENTY = Held(1e30, 0.0, 0.0)
+
+_NO_BYTES = np.zeros(1)
+PLENTY = Held(1e30, _NO_BYTES, _NO_BYTES, _NO_BYTES)
 """Where nothing is known of memory."""
 
 

@@ -7,13 +7,10 @@ of these whose stage map is dealt, single layouts. Equation (F4) of `planner.sea
 from __future__ import annotations
 
 import heapq
-import math
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from planner.cost import TICK_SECONDS, LayoutCosts, StageMap, Workload
-from planner.cost.nearest import Split
 from planner.search.bounds import Totals
 from planner.search.dealt import Uniform
 from planner.search.dealt_recompute import PerLayer
@@ -218,20 +215,6 @@ class State:
         """Open a part of the space, again with a better bound or for the first time."""
         self.bounds[one.order] = one
         heapq.heappush(self.heap, one)
-
-    def raise_bounds(self, least: Mapping[tuple[Split, int, int], float]) -> None:
-        """Families take no less than is known of them: (K10); those of which nothing fits are closed.
-
-        Args:
-            least: ticks by split, sequence chunks and pipeline degree.
-        """
-        families = [(one, one.item) for one in self.heap if isinstance(one.item, Family)]
-        self.heap.clear()
-        self.bounds.clear()
-        for one, family in families:
-            ticks = least.get((family.split, family.sequence_chunks, family.pipeline), 0.0)
-            if ticks < math.inf:
-                self.push(replace(one, bound_ticks=max(one.bound_ticks, int(ticks))))
 
     def report(self) -> SearchReport:
         """Equation (F4)."""
