@@ -90,12 +90,17 @@ def _short_held(name: str, ranks: int, micro_batches: int, virtual_stages: int, 
     return np.array([held.get(stage, 0) for stage in range(ranks * virtual_stages)], dtype=np.int64)
 
 
-@lru_cache(maxsize=4096)
 def wholly_held(name: str, ranks: int, micro_batches: int, virtual_stages: int, chunks: int = 1) -> tuple[float, ...]:
     """Micro-batches of all its stages that every rank holds at once, at least: the first one is when it comes back."""
+    return _short_wholly(name, ranks, min(ranks * _ROUNDS, micro_batches), virtual_stages, chunks)
+
+
+@lru_cache(maxsize=4096)
+def _short_wholly(name: str, ranks: int, micro_batches: int, virtual_stages: int, chunks: int) -> tuple[float, ...]:
     numbers = name, ranks, micro_batches, virtual_stages, chunks
-    held, owners = held_of(*numbers), np.array(stage_ranks(*numbers))
-    return tuple(max(1.0, float(held[owners == rank].min()) / chunks) for rank in range(ranks))
+    least = np.full(ranks, np.iinfo(np.int64).max)
+    np.minimum.at(least, np.array(stage_ranks(*numbers)), _short_held(*numbers))
+    return tuple(np.maximum(1.0, least / chunks).tolist())
 
 
 @lru_cache(maxsize=64)

@@ -8,7 +8,8 @@ Before it the rank runs n(k) forwards of its own stages k, which the schedule's 
     (E10) where the rank's row ends with a backward of its lowest stage, that gradient still has the way up: the same
           with the sum of B(k) below that stage + tail(rank 0) in place of tail(rank)   -> FirstGradients.least_ticks()
 
-Transfers count for nothing. Full backwards, whole sequences and one rank per stage only.
+Transfers count for nothing. Full backwards, whole sequences and one rank per stage only. A few ranks, from the first to
+the last, are asked: neighbours hardly differ.
 """
 
 from __future__ import annotations
@@ -26,20 +27,24 @@ from planner.schedule.rows import BACKWARD, FORWARD, Row
 from planner.search.dealt import Uniform
 
 _Numbers = NDArray[np.int64]
+_ASKED = 5
+"""Ranks, of all."""
 
 
 @dataclass(frozen=True, slots=True)
 class FirstGradients:
     """When the ranks of a schedule turn to their first backwards, and how they end."""
 
+    ranks: _Numbers
+    """That were asked."""
     stages: _Numbers
-    """By rank: of the first backward."""
+    """By rank asked: of the first backward."""
     forwards: _Numbers
-    """By stage: that its rank runs before."""
+    """By stage of these ranks: that its rank runs before."""
     lowest: _Numbers
-    """By rank: its lowest stage."""
+    """By rank asked: its lowest stage."""
     ends_low: NDArray[np.bool_]
-    """By rank: its last action is a backward of that."""
+    """By rank asked: its last action is a backward of that."""
 
     def least_ticks(
         self, layers: Uniform, sizes: tuple[int, ...], ranks: tuple[int, ...], again: NDArray[np.float64]
@@ -58,9 +63,10 @@ class FirstGradients:
         left = layers.micro_batches * (forward + backward) - self.forwards * forward
         below = np.concatenate([[0], np.cumsum(backward)])
         work, tails = (np.bincount(ranks, weights=each) for each in (left, tail))
-        done = forward.sum() + below[-1] - below[self.stages + 1] + work + layers.micro_batches * again
+        mine = (work + layers.micro_batches * again)[self.ranks]
+        done = forward.sum() + below[-1] - below[self.stages + 1] + mine
         up = np.where(self.ends_low, below[self.lowest] + tails[0], 0.0)
-        return int((done + np.maximum(tails, up)).max()) + layers.latency_ticks
+        return int((done + np.maximum(tails[self.ranks], up)).max()) + layers.latency_ticks
 
 
 def layout_first_gradients(costs: LayoutCosts) -> FirstGradients | None:
@@ -78,7 +84,8 @@ def first_gradients(name: str, ranks: int, micro_batches: int, virtual_stages: i
     entry, shape = find(name), Shape(ranks, micro_batches, virtual_stages, 1)
     stages, lowest, ends = [], [], []
     forwards = np.zeros(ranks * virtual_stages, dtype=np.int64)
-    for rank in range(ranks):
+    asked = np.unique(np.linspace(0, ranks - 1, _ASKED).astype(np.int64))
+    for rank in asked.tolist():
         row = Row.read(entry.rank_actions(shape, rank))
         if not np.isin(row.kinds, (FORWARD, BACKWARD)).all():
             return None
@@ -87,4 +94,4 @@ def first_gradients(name: str, ranks: int, micro_batches: int, virtual_stages: i
         stages.append(int(row.stages[first]))
         lowest.append(int(row.stages.min()))
         ends.append(bool(row.kinds[-1] == BACKWARD and row.stages[-1] == lowest[-1]))
-    return FirstGradients(np.array(stages), forwards, np.array(lowest), np.array(ends))
+    return FirstGradients(asked, np.array(stages), forwards, np.array(lowest), np.array(ends))

@@ -2,7 +2,8 @@
 
     (A1)  what the search left open or closed is taken up in the order of its bounds, whatever the incumbent
     (A2)  the first alternatives differ from the plan and from each other in their degrees; only when these run out, in
-          schedule, micro-batch size, ZeRO stage or recomputation alone: only then plans of its degrees are looked at
+          schedule, micro-batch size, ZeRO stage or recomputation alone: further plans of the same degrees, and of the
+          plan's own, are looked at only then
     (A3)  each is the best of a few layouts of its degrees, with the best stage map found by a fixed amount of work, and
           of long schedules fewer are looked at: a real plan, but not proven to be the best of its degrees
     (A4)  of the groups of ranks that may share out the states of a ZeRO stage only one is looked at: that of the least
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from planner.cost import schedule_of
 from planner.search.inside import NO_LIMIT, first_plan
@@ -71,24 +72,22 @@ def _looked_at(state: State, best: Candidate, budget: int, top: int, limits: Lim
     """Plans of other layouts, by (A1), (A3) and (A4)."""
     # Everything is looked at as if there were no incumbent; the search's own state stays as it is.
     free = State(state.work, state.considered, limits.deadline, limits.callbacks, nearest=set(state.nearest))
-    heap, own = list(_nearest(free, state.bounds.values())), list[Open]()
+    heap, later = list(_nearest(free, state.bounds.values())), list[Open]()
     heapq.heapify(heap)
     seen: Counter[tuple[int, ...]] = Counter()
     fastest: dict[tuple[int, ...], int] = {}
-    actions, is_own_turn = _MOST_ACTIONS * top, False
+    actions, is_later = _MOST_ACTIONS * top, False
     while budget > 0 and seen.total() < _MOST_PLANS * top and not limits.should_stop():
-        if not heap and not is_own_turn:
-            heap, is_own_turn = own, True
-        if not heap or (
-            len(fastest) >= top and (actions <= 0 or sorted(fastest.values())[top - 1] <= heap[0].bound_ticks)
-        ):
+        if not heap and not is_later:
+            heap, is_later = later, True
+        if not heap or _is_enough(fastest, top, heap[0].bound_ticks if actions > 0 else NO_LIMIT):
             return
         one = heapq.heappop(heap)
         here = _degrees(one)
-        if here == best.degrees and not is_own_turn:
-            own.append(one)
+        if seen[here] >= _PER_DEGREES or _is_the_plan(one, best):
             continue
-        if seen[here] >= _PER_DEGREES or one.bound_ticks >= fastest.get(here, NO_LIMIT) or _is_the_plan(one, best):
+        if not is_later and (here == best.degrees or one.bound_ticks >= fastest.get(here, NO_LIMIT)):
+            later.append(one)
             continue
         budget -= 1
         if not _is_ready(one):
@@ -100,6 +99,11 @@ def _looked_at(state: State, best: Candidate, budget: int, top: int, limits: Lim
         if candidate is not None:
             fastest[here] = min(candidate.ticks, fastest.get(here, candidate.ticks))
             yield candidate
+
+
+def _is_enough(fastest: Mapping[tuple[int, ...], int], top: int, least_ticks: int) -> bool:
+    """So many degrees have plans that nothing of so many ticks is among them."""
+    return len(fastest) >= top and sorted(fastest.values())[top - 1] <= least_ticks
 
 
 def _nearest(state: State, parts: Iterable[Open]) -> Iterator[Open]:

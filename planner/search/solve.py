@@ -51,7 +51,7 @@ from planner.search.segments import LayerModes, allowed_modes, choices, uniform_
 from planner.search.sharding import worth_opening
 from planner.search.space import Family, Space, Zero
 from planner.search.state import Alike, Dealt, DealtPerLayer, Group, Open, Searched, State
-from planner.search.steady_state import steady_ticks
+from planner.search.steady_state import holding, steady_ticks
 from planner.search.synthesized import Unordered, first_bound, least_ticks, synthesized
 from planner.spec.layout import Layout, RecomputeWord, ZeroStage
 from planner.spec.plan import Options
@@ -291,20 +291,22 @@ def _dealt(state: State, one: Open, layout: Dealt) -> Iterator[Open]:
     """Bound a layout by its steady state, or solve it."""
     costs = layout.costs
     twin = costs.layout.model_copy(update=_NOTHING_OFFLOADED), layout.sizes
-    if twin in state.fitting and _only_lengthens(costs):
-        state.close(one)
+    if twin in state.fitting and _only_lengthens(costs) and twin[0] != costs.layout:
+        state.bounds[one.order] = one
         return
-    if not layout.is_steady:
-        least = steady_ticks(costs, choose(costs, layout.layers.stage_map(layout.sizes)))
-        yield Open(max(one.bound_ticks, least), one.order, replace(layout, is_steady=True))
-        return
-    state.solved += 1
-    found = dealt_candidate(layout)
-    if found is not None:
-        if twin[0] == costs.layout:
-            state.fitting.add(twin)
+    if layout.is_steady:
+        state.solved += 1
+        found = dealt_candidate(layout)
         state.bounds[one.order] = replace(one, bound_ticks=found.ticks)
         state.take(found)
+        return
+    stages = choose(costs, layout.layers.stage_map(layout.sizes))
+    if not all(row.fits for row in stage_memory(costs, stages, holding(costs))):
+        state.solved += 1
+        return
+    if twin[0] == costs.layout:
+        state.fitting.add(twin)
+    yield Open(max(one.bound_ticks, steady_ticks(costs, stages)), one.order, replace(layout, is_steady=True))
 
 
 def _dealt_per_layer(state: State, one: Open, layout: DealtPerLayer) -> Iterator[Open]:
@@ -359,30 +361,28 @@ def _unordered(state: State, one: Open, layout: Unordered) -> Iterator[Open]:
         state.solved += 1
 
 
-def dealt_candidate(layout: Dealt) -> Candidate | None:
-    """The only plan of a layout whose stages are dealt, simulated; None when it does not fit."""
-    costs, schedule = layout.costs, layout_schedule(layout.costs)
-    stage_map = layout.layers.stage_map(layout.sizes)
-    stages = choose(costs, stage_map)
-    if not all(row.fits for row in stage_memory(costs, stages, schedule)):
-        return None
-    return Candidate(costs, schedule, stage_map, evaluate(costs, schedule, stages))
+def dealt_candidate(layout: Dealt) -> Candidate:
+    """The only plan of a layout whose stages are dealt and fit, simulated."""
+    return _simulated(layout.costs, layout.layers.stage_map(layout.sizes))
 
 
 def per_layer_stage_map(layout: DealtPerLayer, limit_ticks: int) -> StageMap | None:
     """The only stage map of a layout whose stages and recomputation follow from rules; None when it does not fit, when
     it surely does not beat the limit, or when all layers are in their fastest modes: that is another layout."""
-    schedule = layout_schedule(layout.costs)
+    schedule = holding(layout.costs)
     stage_map = fewest_modes(layout.costs, layout.layers, layout.sizes, schedule, limit_ticks=limit_ticks)
     return None if stage_map is None or layout.layers.is_twin(stage_map) else stage_map
 
 
 def per_layer_candidate(layout: DealtPerLayer) -> Candidate:
-    """The only plan of a layout whose stage map is known, simulated."""
-    costs, schedule = layout.costs, layout_schedule(layout.costs)
-    stages = choose(costs, layout.stage_map)
-    assert all(row.fits for row in stage_memory(costs, stages, schedule)), "the rule counts as the memory model does"
-    return Candidate(costs, schedule, layout.stage_map, evaluate(costs, schedule, stages))
+    """The only plan of a layout whose stage map is chosen, simulated."""
+    return _simulated(layout.costs, layout.stage_map)
+
+
+def _simulated(costs: LayoutCosts, stage_map: StageMap) -> Candidate:
+    schedule, stages = layout_schedule(costs), choose(costs, stage_map)
+    assert all(row.fits for row in stage_memory(costs, stages, schedule)), "what is shorter holds just as much"
+    return Candidate(costs, schedule, stage_map, evaluate(costs, schedule, stages))
 
 
 def bounded(work: Workload, layout: Layout, wish: tuple[str, ...]) -> Open:

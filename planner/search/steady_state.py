@@ -9,7 +9,10 @@ round k times more. With the longest chain of the short schedule, simulated with
           longest chain, where all actions before x' stand before what was put in, and all behind x behind it; q is 1 or
           2, whichever tells more                                                                     -> steady_ticks()
 
-This is the cycle time of a max-plus system (Baccelli et al. 1992, "Synchronization and Linearity", theorem 3.23): where
+    (E12) a period begins and frees as many units of every stage; so the short schedule's ranks hold just what those of
+          the long one hold, whenever they hold most                                                      -> holding()
+
+(E11) is the cycle time of a max-plus system (Baccelli et al. 1992, "Synchronization and Linearity", chapter 3): where
 the stages of a round differ between ranks, it tells what waiting for the slower one costs, which no sum of work does.
 Full and split backwards, whole sequences and one rank per stage only.
 """
@@ -25,10 +28,11 @@ from numpy.typing import NDArray
 
 from planner.cost import LayoutCosts, evaluate
 from planner.cost.memory import StageLayers
+from planner.errors import LayoutError
 from planner.schedule import Schedule, Simulation, find
 from planner.schedule.entry import Shape, no_copies
 from planner.schedule.rows import Numbers, Row
-from planner.search.dealt import built
+from planner.search.dealt import built, layout_schedule
 
 _ROUNDS = 3
 """Micro-batches per rank of the short schedule."""
@@ -60,15 +64,26 @@ def steady_ticks(costs: LayoutCosts, stages: Sequence[StageLayers]) -> int:
         costs: of the layout.
         stages: every layer in its mode.
     """
-    layout = costs.layout
-    if layout.sequence_chunks > 1 or costs.work.framework.staggers_steps:
-        return 0
-    numbers = layout.pipeline_parallel_degree, costs.micro_batches, layout.virtual_stages_per_rank
-    short = short_of(layout.schedule, *numbers)
-    if short is None:
+    short = _short(costs)
+    if short is None or costs.work.framework.staggers_steps:
         return 0
     step = evaluate(costs, short.schedule, stages)
     return step.total_ticks + _further_ticks(short, step.simulation, step.last_rank)
+
+
+def holding(costs: LayoutCosts) -> Schedule:
+    """A schedule whose ranks hold at some moment what those of the layout's hold, and never anything else: equation
+    (E12)."""
+    short = _short(costs)
+    return short.schedule if short else layout_schedule(costs)
+
+
+def _short(costs: LayoutCosts) -> Short | None:
+    layout = costs.layout
+    if layout.sequence_chunks > 1:
+        return None
+    numbers = layout.pipeline_parallel_degree, costs.micro_batches, layout.virtual_stages_per_rank
+    return short_of(layout.schedule, *numbers)
 
 
 @lru_cache(maxsize=1024)
@@ -78,7 +93,10 @@ def short_of(name: str, ranks: int, micro_batches: int, virtual_stages: int) -> 
     entry = find(name)
     if micro_batches < _WORTH * few or entry.replica_ranks is not no_copies or entry.has_pairs:
         return None
-    schedule = built(name, ranks, few, virtual_stages, 1)
+    try:
+        schedule = built(name, ranks, few, virtual_stages, 1)
+    except LayoutError:  # interleaved-1f1b runs only numbers of micro-batches that its groups share out evenly
+        return None
     shape, times = Shape(ranks, micro_batches, virtual_stages), (micro_batches - few) // ranks
     period = len(schedule.actions[0]) // few * ranks
     starts, stops = [], []
