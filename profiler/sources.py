@@ -309,6 +309,8 @@ def _call(function: Any, reference: str) -> tuple[nn.Module, Example]:
             field=reference,
             mend="return an nn.Module, or (nn.Module, example inputs: a tensor, or a tuple or dict of tensors).",
         )
+    if getattr(getattr(module, "config", None), "use_cache", False):
+        module.config.use_cache = False  # type: ignore[union-attr] # training reads none, and recomputation fills it twice
     return module, example
 
 

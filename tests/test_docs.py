@@ -25,6 +25,7 @@ RUN_AGAIN = (
     "README.md",
     "docs/concepts/offload.md",
     "docs/concepts/zero.md",
+    "docs/guides/fine-tuning.md",
     "docs/guides/profiling.md",
     "docs/guides/running.md",
 )

@@ -111,8 +111,8 @@ class TimedStage(PipelineStage):
         """Torch would hold all that a stage takes until its backward, what needs no gradient too: where the layers are
         frozen nothing else does."""
         outputs, taken = self.fwd_cache[unit]
-        kept = (each if isinstance(each, torch.Tensor) and each.requires_grad else None for each in taken)
-        self.fwd_cache[unit] = outputs, tuple(kept)
+        kept: list[Any] = [each if isinstance(each, torch.Tensor) and each.requires_grad else None for each in taken]
+        self.fwd_cache[unit] = outputs, kept
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:
         """Take the gradients from the stage behind, on this rank."""

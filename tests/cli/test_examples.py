@@ -16,6 +16,7 @@ KINDS: dict[str, type[Document]] = {
     "cpu-3nodes.yaml": Cluster,
     "cpu-4ranks.yaml": Cluster,
     "device.yaml": DeviceSpec,
+    "finetune-adapters.yaml": Job,
     "finetune-small.yaml": Job,
     "gh200x8.yaml": Cluster,
     "h100x16-a100x32.yaml": Cluster,

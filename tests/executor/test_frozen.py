@@ -3,6 +3,7 @@ theirs."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from planner.spec.layout import PredictionLayout
 from planner.spec.profile import ModelProfile
 from planner.validate import check
 from profiler.count import profile
-from profiler.models import ModelSource
+from profiler.models import ModelSource, load_model
 from tests.executor.plans import make_plan, source_of
 
+ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = Cluster(node_groups=(NodeGroup(device="a100-sxm4-40gb", nodes=1, devices_per_node=4),))
 
 
@@ -102,7 +104,26 @@ def test_a_stage_lets_go_of_what_needs_no_gradient(tmp_path: Path) -> None:
     stage.forward_one_chunk(0, (torch.zeros(1, 16, dtype=torch.long),))
     _, taken = stage.fwd_cache[0]
     executor.close()
-    assert taken == (None,)
+    assert taken == [None]
+
+
+def test_the_guides_adapters_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's own code, narrower: the first step leaves the first matrices as they are, for the others are zero."""
+    page = (ROOT / "docs" / "guides" / "fine-tuning.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    narrower = "\n\ndef narrow():\n    return build(width=64, layers=2)\n"
+    (tmp_path / "adapted_by_the_guide.py").write_text(code + narrower, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    source = load_model("adapted_by_the_guide:narrow")
+    plan = make_plan([layer.name for layer in source.cut().layers], micro_batches=1, optimizer="sgd")
+    executor = Executor(plan, source, device="cpu", learning_rate=1.0)
+    before = {name: each.detach().clone() for name, each in executor.part.module.named_parameters()}
+    executor.train(1)
+    after = dict(executor.part.module.named_parameters())
+    executor.close()
+    moved = {name for name, value in before.items() if not torch.equal(value, after[name])}
+    assert moved == {name for name in before if name.endswith("up.weight")}
+    assert all(not before[name].any() for name in moved)
 
 
 def test_a_plan_of_whole_training_is_refused(tmp_path: Path) -> None:
