@@ -46,6 +46,7 @@ from profiler.measure_device import (
 from profiler.measure_journal import Case, Figures, Journal
 from profiler.measure_layer import PHASES, Bench, LayerWorkload, OptimizerWorkload, Size, recomputed_backward
 from profiler.measure_load import Load, available_cores, threads_per_rank
+from profiler.measure_low_bit import adam_8bit_seconds
 from profiler.measure_shard import fake_ranks
 from profiler.measure_timing import Timing, time_phases
 from profiler.models import ModelSource
@@ -265,7 +266,9 @@ class _Measuring:
     def _measure(self, task: _Task, workload: LayerWorkload | OptimizerWorkload, limit_seconds: float) -> Figures:
         timing = time_phases(workload.run, self.bench.device, limit_seconds=limit_seconds)
         if isinstance(workload, OptimizerWorkload):
-            return {"optimizer": timing.median(), "spread": timing.spread}
+            figures = {"optimizer": timing.median(), "spread": timing.spread}
+            low_bit = adam_8bit_seconds(workload.shapes) if self.bench.device.type == "cpu" else None
+            return figures if low_bit is None else {**figures, "adam_8bit": low_bit}
         kept, cached = self.bench.unfused_bytes(*task.layer, _size(task.case), workload)
         return {**_layer_seconds(task, timing), "unfused_bytes": kept, "unfused_cached_bytes": cached}
 
@@ -330,6 +333,7 @@ def _measured(row: Measurement, layer: LayerProfile, known: Journal) -> Measurem
         "backward_weight_seconds": figures["backward"] - backward_input,
         "recompute_seconds": figures.get(f"recompute_{row.recompute}", 0.0),
         "optimizer_seconds": known[optimizer]["optimizer"] if _trained(layer) else 0.0,
+        "adam_8bit_seconds": known[optimizer].get("adam_8bit") if _trained(layer) else None,
         "activation_bytes": row.activation_bytes + kept,
         "temporary_bytes": row.temporary_bytes + temporary,
         "relative_spread": figures["spread"],

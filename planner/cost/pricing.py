@@ -8,8 +8,9 @@ last digit. Per layer l, recompute mode r, micro-batch:
     (T2)  b(l,r) = input gradient + weight gradient + its backward collectives
                    + recomputation (with the forward collectives again)                     -> LayerCost.backward_ticks
     (T3)  u(l)   = optimizer step over the layer's parameters: measured for AdamW, times the bytes that the job's
-                   optimizer moves / those that AdamW moves; else the bytes that it reads and writes over the memory
-                   bandwidth; for Muon also the FLOPs of its matrix products                -> optimizer_ticks
+                   optimizer moves / those that AdamW moves (for 8-bit Adam on a CPU: measured itself); else the bytes
+                   that it reads and writes over the memory bandwidth; for Muon also the FLOPs of its matrix products
+                                                                                            -> optimizer_ticks
     (T4)  g(l)   = all-reduce of the layer's gradients over the data- and context-parallel ranks (ZeRO 1:
                    reduce-scatter and all-gather; ZeRO 2: all-gather; experts: over those that hold the same experts),
                    its latency apart (`reduction_latency_ticks`, once per stage); what backward hides of it is the
@@ -387,6 +388,8 @@ class LayerPricing:
     def _moving_seconds(self, count: ParameterCount) -> float:
         """Of the optimizer's states, gradients and parameters."""
         moved = moved_bytes(self.work.recipe, count)
+        if self.work.job.optimizer == "adam-8bit" and self.plain.adam_8bit_seconds is not None:
+            return self.plain.adam_8bit_seconds
         if self.plain.optimizer_seconds is not None:
             adamw = moved_bytes(recipe(self.work.job.precision, "adamw"), count)
             return self.plain.optimizer_seconds * (moved / adamw if adamw else 1.0)

@@ -87,6 +87,8 @@ class Measurement(Document):
     optimizer_seconds: float | None = Field(default=None, ge=0)
     """One AdamW step over this rank's trained parameters of the layer, when measured; another optimizer is priced by
     the bytes that it moves / those that AdamW moves."""
+    adam_8bit_seconds: float | None = Field(default=None, ge=0, exclude_if=_is_none)
+    """The same of 8-bit Adam, measured on CPUs, where its update is not compiled; None: priced by its bytes."""
     activation_bytes: int = Field(ge=0)
     """Kept from forward to backward: the layer's input where the layer keeps it, never its output, never parameters."""
     output_bytes: int = Field(ge=0)

@@ -284,7 +284,8 @@ class Prices:
         return nanoseconds(gather) if zero == 3 else 0, nanoseconds(scatter) if zero >= 2 else 0
 
     def _update(self, row: Measurement, held: HeldParameters) -> int:
-        """Equation (T3): states and parameters read and written, gradients read; measured for AdamW; Muon's FLOPs.
+        """Equation (T3): states and parameters read and written, gradients read; measured for AdamW, and for 8-bit Adam
+        on CPUs; Muon's FLOPs.
 
         ZeRO shares it out like the optimizer states, experts among the ranks that hold the same ones.
         """
@@ -296,7 +297,9 @@ class Prices:
         )
         bandwidth = self.site.group.device.memory_bandwidth_bytes_per_second
         seconds = 0.0
-        if row.optimizer_seconds is not None:
+        if row.adam_8bit_seconds is not None and self.facts.job.optimizer == "adam-8bit":
+            seconds = row.adam_8bit_seconds
+        elif row.optimizer_seconds is not None:
             seconds = row.optimizer_seconds * (traffic / of_adamw if of_adamw else 1.0)
         elif bandwidth is not None:
             constants = self.site.group.constants

@@ -8,10 +8,12 @@ import pytest
 
 from planner.cost import LayerCost, LayoutCosts, layout_costs, workload
 from planner.errors import LayoutError, MismatchError, UnsupportedError
-from planner.spec import Cluster, Job, Layout, ModelProfile, NodeGroup
+from planner.search import plan
+from planner.spec import Cluster, Job, Layout, ModelProfile, NodeGroup, Plan
 from planner.spec.profile import LayerProfile
+from planner.validate import check
 from profiler.counted import counted_profile
-from tests.builders import cluster, job, layer, link, profile
+from tests.builders import cluster, job, layer, link, profile, request
 
 MICROSECOND = 1000
 """Ticks."""
@@ -74,6 +76,22 @@ def test_measured_optimizer_follows_the_job() -> None:
     adamw = costs_of(model, step=job(optimizer="adamw", precision="bf16"))
     sgd = costs_of(model, step=job(optimizer="sgd", precision="bf16"))
     assert (only(adamw).optimizer_ticks, only(sgd).optimizer_ticks) == (14 * MICROSECOND, 6 * MICROSECOND)
+
+
+def test_8_bit_adam_is_priced_as_measured() -> None:
+    """(T3): where its own seconds are known, not by bytes, of which it moves fewer than AdamW; ZeRO shares them out."""
+    model = one_layer(optimizer=14e-6, parameters=1000)
+    told = {"adam_8bit_seconds": 400e-6}
+    rows = [row.model_copy(update=told) for row in model.layers[0].measurements]
+    slow = model.model_copy(update={"layers": (model.layers[0].model_copy(update={"measurements": tuple(rows)}),)})
+    step = job(optimizer="adam-8bit", precision="bf16")
+    assert only(costs_of(model, step=step)).optimizer_ticks < 14 * MICROSECOND
+    assert only(costs_of(slow, step=step)).optimizer_ticks == 400 * MICROSECOND
+    assert only(costs_of(slow, step=step, data_parallel_degree=4, zero_stage=1)).optimizer_ticks == 100 * MICROSECOND
+    assert only(costs_of(slow, step=job(optimizer="adamw", precision="bf16"))).optimizer_ticks == 14 * MICROSECOND
+    found = plan(request(slow, cluster(1), step, top=0), slow)
+    assert isinstance(found, Plan)
+    assert check(found, slow).problems == ()
 
 
 def test_optimizer_by_the_bytes_it_moves() -> None:

@@ -63,6 +63,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> li
     spec = DeviceSpec(id="cpu", memory_bytes=1 << 30)
     monkeypatch.setattr(measure, "look_up_device", lambda place, _: DeviceSheet(place, "test", 1 << 30, None, None))
     monkeypatch.setattr(measure, "measure_peaks", lambda *arguments: spec)
+    monkeypatch.setattr(measure, "adam_8bit_seconds", lambda shapes: float(len(shapes)))
     seen: list[LayerWorkload | OptimizerWorkload] = []
     if request.node.get_closest_marker("torchrun") is not None:
         return seen
@@ -89,6 +90,7 @@ def test_every_layer_of_a_sequential_has_rows() -> None:
         for row in layer.measurements:
             assert row.source == "measured"
             assert tuple(getattr(row, name) for name in names) == pytest.approx(expected[layer.name])
+            assert row.adam_8bit_seconds == (2 if layer.parameters else None), "a weight and a bias"
 
 
 def test_recomputation_costs_what_it_adds_to_the_backward(gpt2: ModelSource) -> None:
