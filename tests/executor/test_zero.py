@@ -212,3 +212,25 @@ def test_pieces_of_all_ranks_are_the_parameters(ranks: int) -> None:
             seen[piece.span.name] += range(piece.start, piece.stop)
         assert place <= unit.shard_elements
     assert seen == {name: list(range(named[name].numel())) for name in shapes}
+
+
+def test_a_layer_is_gathered_when_it_is_reached(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is gathered ahead, in the forward or in the backward: so the cost model hides nothing of it (T6)."""
+    model, told = _model(), list[str]()
+    shards = _sharded(model, 3, group)
+    whole = Unit.gather
+
+    def gather(unit: Unit) -> None:
+        if not unit.is_gathered:
+            told.append(f"gather {unit.spans[0].name[0]}")
+        whole(unit)
+
+    monkeypatch.setattr(Unit, "gather", gather)
+    for index, layer in enumerate(model):
+        layer.register_forward_pre_hook(lambda *_, index=index: told.append(f"run {index}"))
+        layer.register_full_backward_hook(lambda *_, index=index: told.append(f"done {index}"))
+    _backward(shards, model, torch.randn(3, WIDTH, requires_grad=True))
+    forward = [f"{what} {index}" for index in range(LAYERS) for what in ("gather", "run")]
+    held = [f"done {index}" for index in (LAYERS - 1, LAYERS - 2)]
+    backward = [f"{what} {index}" for index in reversed(range(LAYERS - 2)) for what in ("gather", "done")]
+    assert told == [*forward, *held, *backward]
