@@ -210,6 +210,7 @@ def _orders(state: State, one: Open, group: Group) -> Iterator[Open]:
 
 
 def _least_held(family: Family, orders: tuple[Order, ...]) -> tuple[float, ...]:
+    """Micro-batches that every rank holds at least, whichever of these orders is taken."""
     return _least_held_of(family.pipeline, family.micro_batches, family.sequence_chunks, orders)
 
 
