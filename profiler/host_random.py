@@ -23,7 +23,8 @@ def restore(found: States) -> None:
     random.setstate(python)
     if numpy is not None:
         kind, keys, *rest = numpy
-        sys.modules["numpy"].random.set_state((kind, list(keys), *rest))
+        module = sys.modules["numpy"]
+        module.random.set_state((kind, module.frombuffer(keys, dtype=module.uint32), *rest))
 
 
 def seed(number: int) -> None:
@@ -37,4 +38,4 @@ def _numpy_state() -> Any:
     if "numpy" not in sys.modules:
         return None
     kind, keys, *rest = sys.modules["numpy"].random.get_state()
-    return (kind, tuple(keys.tolist()), *rest)
+    return (kind, keys.tobytes(), *rest)

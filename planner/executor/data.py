@@ -63,7 +63,7 @@ def load_dataset(name: str, spec: DataSpec, *, seed: int) -> Dataset:
     if name == "synthetic":
         return _Synthetic(spec, seed)
     if ":" in name and not Path(name).exists():
-        return _UserData(load_callable(name, field="data"), name, 1 + len(spec.further))
+        return _UserData(load_callable(name, field="data"), name, spec)
     others = [kind for kind in (spec.input_kind, *(kind for kind, _, _ in spec.further)) if kind != "tokens"]
     if others:
         raise UnsupportedError(
@@ -167,10 +167,15 @@ def _draw(
 class _UserData:
     """The user's own callable, its answers checked."""
 
-    def __init__(self, function: Callable[..., Any], name: str, inputs: int) -> None:
+    def __init__(self, function: Callable[..., Any], name: str, spec: DataSpec) -> None:
         self._function = function
         self._name = name
-        self._inputs = inputs
+        self._inputs = 1 + len(spec.further)
+        first = (spec.input_kind, spec.sample_shape)
+        self._samples = [
+            (kind, (spec.sequence_length,) if kind == "tokens" else shape)
+            for kind, shape in (first, *((kind, shape) for kind, shape, _ in spec.further))
+        ]
 
     def __call__(self, start: int, stop: int) -> Batch:
         try:
@@ -197,7 +202,22 @@ class _UserData:
                     field="data",
                     mend="return (inputs, targets), samples along dimension 0.",
                 )
+        for value, (kind, shape) in zip(inputs, self._samples, strict=True):
+            self._check_sample(value, kind, shape, f"{self._name}({start}, {stop})")
         return inputs, targets
+
+    @staticmethod
+    def _check_sample(value: torch.Tensor, kind: str, shape: tuple[int, ...], call: str) -> None:
+        """Stages send tensors of the sizes that were planned."""
+        is_whole = not (value.is_floating_point() or value.is_complex())
+        if tuple(value.shape[1:]) != shape or is_whole != (kind in ("tokens", "indices")):
+            wanted = "whole numbers" if kind in ("tokens", "indices") else "floating-point numbers"
+            raise DocumentError(
+                f"{call} returned samples of shape {tuple(value.shape[1:])} and type {value.dtype}, not {wanted} of "
+                f"shape {shape}.",
+                field="data",
+                mend="pad or cut sequences to the job's sequence_length; else profile the model with such inputs.",
+            )
 
 
 def _stdlib_sources() -> bytes:

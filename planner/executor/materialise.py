@@ -27,6 +27,7 @@ from torch import nn
 
 from planner.errors import UnsupportedError
 from planner.spec.profile import SharedParameters
+from profiler import host_random
 from profiler.models import ModelSource
 
 Prepare = Callable[[nn.Module], nn.Module]
@@ -156,11 +157,16 @@ def _stream(seed: int, name: str, device: torch.device) -> Iterator[None]:
     """Within, random numbers come from the stream of this name; the caller's stream goes on undisturbed afterwards."""
     number = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8])
     devices = [device] if device.type == "cuda" else []
+    drawn = host_random.states()
     with torch.random.fork_rng(devices=devices):
         torch.default_generator.manual_seed(number)  # torch.manual_seed formats the stack for every absent accelerator
         if devices:
             torch.cuda.manual_seed_all(number)
-        yield
+        host_random.seed(number)  # constructors may draw from Python and NumPy, on every rank the same
+        try:
+            yield
+        finally:
+            host_random.restore(drawn)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from torch.distributed.pipelining.schedules import (
     _wait_batch_p2p,
 )
 
-from planner.errors import ScheduleError
+from planner.errors import ScheduleError, UnsupportedError
 from planner.executor.offload import ActivationOffload
 from planner.executor.pieces import split_inputs, split_targets
 from planner.executor.replicas import Reducer
@@ -261,7 +261,15 @@ class _LossShare:
         self._scaler = scaler
 
     def __call__(self, output: Any, targets: torch.Tensor) -> torch.Tensor:
-        share = self._loss(output, targets) / self._micro_batches
+        loss = self._loss(output, targets)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            told = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise UnsupportedError(
+                f"returned {told} {'with' if getattr(loss, 'requires_grad', False) else 'without'} gradients.",
+                field="loss",
+                mend="return the mean over the micro-batch: a tensor of one number, with its gradients.",
+            )
+        share = loss.reshape(()) / self._micro_batches
         # The first scale is already too large for fp16, which a user's own loss may return.
         return share if self._scaler is None else share.float() * self._scaler.scale
 

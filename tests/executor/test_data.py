@@ -20,7 +20,19 @@ IMAGES = DataSpec(input_kind="images", sequence_length=0, vocabulary_size=0, sam
 def user_data(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample i is the number i."""
     numbers = torch.arange(start, stop)
-    return numbers.float()[:, None], numbers
+    return numbers.float()[:, None, None, None].expand(-1, 3, 4, 4), numbers
+
+
+def long_samples(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Longer than the job says."""
+    tokens = torch.zeros(stop - start, 9, dtype=torch.long)
+    return tokens, tokens
+
+
+def real_tokens(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers where ids are wanted."""
+    tokens = torch.zeros(stop - start, 8)
+    return tokens, tokens
 
 
 def broken_data(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,7 +95,7 @@ def test_synthetic_images_have_classes() -> None:
 def test_users_callable_is_called_with_the_range() -> None:
     """package.module:callable serves the samples that are asked for."""
     (inputs,), targets = load_dataset(f"{__name__}:user_data", IMAGES, seed=0)(3, 5)
-    assert inputs.tolist() == [[3.0], [4.0]]
+    assert inputs[:, 0, 0, 0].tolist() == [3.0, 4.0]
     assert targets.tolist() == [3, 4]
 
 
@@ -96,6 +108,14 @@ def test_users_mistakes_are_named(name: str, message: str) -> None:
     dataset = load_dataset(f"{__name__}:{name}", IMAGES, seed=0)
     with pytest.raises(DocumentError, match=f"{name}.*{message}"):
         dataset(0, 2)
+
+
+@pytest.mark.parametrize("name", ["long_samples", "real_tokens"])
+def test_samples_that_were_not_planned_for_are_refused(name: str) -> None:
+    """They failed in a stage, without a word about the data."""
+    read = load_dataset(f"{__name__}:{name}", TOKENS, seed=0)
+    with pytest.raises(DocumentError, match=r"data: .*not whole numbers of shape \(8,\)\. Mend: pad or cut"):
+        read(0, 2)
 
 
 def test_unfit_data_is_refused(tmp_path: Path) -> None:
