@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from planner.errors import LayoutError, UnsupportedError
 from planner.spec.profile import RecomputeMode, SharedParameters, SkipEdge
 from planner.spec.recipes import factored_elements
+from profiler.kinds import has_backward, name_kinds, signature
 from profiler.recompute import recompute as recompute_module
 
 Recompute = Mapping[int, RecomputeMode]
@@ -384,11 +385,6 @@ def _cut_sequential(model: nn.Sequential, inputs: Tensor) -> LayerCut:
     return LayerCut(layers, find_shared_parameters(model, layers), chain)
 
 
-def has_backward(parameters: Iterable[nn.Parameter], *outputs: Tensor) -> bool:
-    """Has a layer anything to recompute? None has in which all is frozen, and that nothing trained leads to."""
-    return any(each.requires_grad for each in outputs) or next(iter(parameters), None) is None
-
-
 def _place(index: int, count: int) -> tuple[bool, bool]:
     """First and last layers cost more or less than their twins between: no input gradient, the loss."""
     return index == 0, index == count - 1
@@ -443,48 +439,6 @@ def _owner(name: str, layer_of: dict[str, str]) -> str:
     while name not in layer_of:
         name = name.rpartition(".")[0]
     return layer_of[name]
-
-
-PLACE_ATTRIBUTES = frozenset({"layer_idx", "layer_id", "layer_number", "training"})
-"""Attributes that tell where a block stands, not what it does."""
-
-
-def signature(module: nn.Module) -> tuple[Any, ...]:
-    """All that decides what a module costs: classes, settings and shapes of everything below it, and what is frozen."""
-    rows = []
-    for name, part in module.named_modules():
-        named = (*_parameters(part), *_buffers(part))
-        shapes = tuple((key, tuple(value.shape), value.requires_grad) for key, value in named)
-        rows.append((name, type(part).__qualname__, part.extra_repr(), shapes, tuple(_settings(part))))
-    return tuple(rows)
-
-
-def _parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return module.named_parameters(recurse=False)
-
-
-def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return module.named_buffers(recurse=False)
-
-
-def _settings(module: nn.Module) -> Iterator[tuple[str, str]]:
-    for name, value in sorted(vars(module).items()):
-        plain = isinstance(value, bool | int | float | str | tuple)
-        if plain and not name.startswith("_") and name not in PLACE_ATTRIBUTES:
-            yield name, repr(value)
-
-
-def name_kinds(signatures: Iterable[Any], stems: Iterable[str]) -> list[str]:
-    """One name per distinct signature: the stem, numbered from the second signature with this stem on."""
-    names: dict[Any, str] = {}
-    used: dict[str, int] = {}
-    kinds = []
-    for mark, stem in zip(signatures, stems, strict=True):
-        if mark not in names:
-            used[stem] = used.get(stem, 0) + 1
-            names[mark] = stem if used[stem] == 1 else f"{stem}-{used[stem]}"
-        kinds.append(names[mark])
-    return kinds
 
 
 def detachable(output: Tensor) -> Tensor:

@@ -27,22 +27,12 @@ from torch.utils._pytree import tree_flatten
 from planner.errors import LayoutError, UnsupportedError
 from planner.spec.profile import SharedParameters, SkipEdge
 from profiler.compute_type import cast
-from profiler.cut import (
-    Borders,
-    CutLayer,
-    InputMaker,
-    LayerCut,
-    Size,
-    Tensors,
-    has_backward,
-    name_kinds,
-    shared_parameters,
-    signature,
-)
+from profiler.cut import Borders, CutLayer, InputMaker, LayerCut, Size, Tensors, shared_parameters
 from profiler.cut_layers import Flow, Run, find_atoms, find_runs, matching, named_atoms
 from profiler.cut_prune import aliases, has_children, prune
 from profiler.cut_stage import GraphStage
 from profiler.cut_trace import Attribute, Shape, Step, Trace, UntraceableError, Value, trace
+from profiler.kinds import has_backward, name_kinds, signature
 from profiler.transformer_cut import meta_friendly
 
 Select = Callable[[Flow], tuple[int, ...]]

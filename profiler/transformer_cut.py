@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from planner.errors import UnsupportedError
-from profiler.cut import CutLayer, LayerCut, TensorChain, detachable, find_shared_parameters, name_kinds, signature
+from profiler.cut import CutLayer, LayerCut, TensorChain, detachable, find_shared_parameters
+from profiler.kinds import name_kinds, signature
 
 
 def cut_transformer(model: Any, inputs: Tensor) -> LayerCut:

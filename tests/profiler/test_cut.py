@@ -12,7 +12,8 @@ from torch import nn
 
 from planner.errors import LayoutError, UnsupportedError
 from planner.spec.profile import RecomputeMode
-from profiler.cut import cut_model, name_kinds
+from profiler.cut import cut_model
+from profiler.kinds import name_kinds
 from profiler.models import load_model
 
 CALLABLES = "tests.profiler.callables"
