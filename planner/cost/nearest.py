@@ -38,15 +38,22 @@ def nearest_costs(work: Workload, split: Split, chunks: int = 1) -> Layers:
     return found
 
 
-def exchanging_costs(work: Workload, split: Split, zero: ZeroStage) -> Layers:
+def exchanging_costs(work: Workload, split: Split, zero: ZeroStage, alike: int = 1) -> Layers:
     """Every layer by its recompute modes with all that its ranks exchange for every micro-batch, at least.
 
     Args:
         work: of a cluster of one node group.
         split: of every layer.
         zero: stage; where it exchanges for every micro-batch, what two ranks of one node would.
+        alike: ranks with the same experts that share out their states, or more; 1: nothing is known of them.
     """
-    return _costs(work, split, _all_nearest(work, split, zero), zero=zero)
+    return _costs(work, split, _all_nearest(work, split, zero, alike), zero=zero)
+
+
+def stand_apart(work: Workload, split: Split) -> bool:
+    """Do no two ranks with the same experts stand on one node? All of an expert-parallel group are between them."""
+    _, tensor, context, expert, _ = split
+    return context == 1 and expert * tensor % work.domain_devices == 0
 
 
 def _costs(work: Workload, split: Split, groups: Groups, chunks: int = 1, zero: ZeroStage = 0) -> Layers:
@@ -117,7 +124,7 @@ def _is_nearer_faster(work: Workload) -> bool:
     return is_slower and inter.latency_seconds >= intra.latency_seconds and not (intra.fits or inter.fits)
 
 
-def _all_nearest(work: Workload, split: Split, zero: ZeroStage) -> Groups:
+def _all_nearest(work: Workload, split: Split, zero: ZeroStage, alike: int) -> Groups:
     """Neighbours; ranks by themselves, which exchange nothing, where others might be faster.
 
     Tensor- and context-parallel ranks that divide a domain never lie across two: hierarchical collectives of more nodes
@@ -129,6 +136,8 @@ def _all_nearest(work: Workload, split: Split, zero: ZeroStage) -> Groups:
     domain, (_, tensor, context, expert, _) = work.domain_devices, split
     inter, intra = work.inter_node or work.intra_node, work.intra_node
     copied = (1 + work.constants.ring_copies) * inter.bandwidth_bytes_per_second  # what NCCL copies inside a node (L1)
+    shard = _PAIR if zero > 1 and copied <= intra.bandwidth_bytes_per_second else _ALONE
+    apart = Group(alike, alike, 1) if stand_apart(work, split) else shard
     return Groups(
         tensor=Group(tensor, 1, tensor) if domain % tensor == 0 else _ALONE,
         context=Group(context, 1, context) if domain % (tensor * context) == 0 else _ALONE,
@@ -137,8 +146,8 @@ def _all_nearest(work: Workload, split: Split, zero: ZeroStage) -> Groups:
         else _ALONE,
         data=_ALONE,
         expert_data=_ALONE,
-        shard=_PAIR if zero > 1 and copied <= intra.bandwidth_bytes_per_second else _ALONE,
-        expert_shard=_ALONE,
+        shard=shard,
+        expert_shard=apart if zero > 1 and alike > 1 else _ALONE,
         copies=_ALONE,
     )
 

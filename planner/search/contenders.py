@@ -117,7 +117,7 @@ class Field:
     def _begun(self, part: Part, ceiling: int, *, is_beaten: bool) -> Contender:
         work, bounds = self._workload(part), self._bounds
         least = {} if bounds is None else bounds.of_part(part)
-        near = {(split, ranks) for (split, _, ranks), ticks in least.items() if min(ticks) < ceiling}
+        near = {(split, ranks) for (split, _, ranks), ticks in least.items() if ticks.min() < ceiling}
         leaves_out = is_beaten and bounds is not None and bounds.is_known(part)
         space = space_of(work, (lambda split, ranks: (split, ranks) in near) if leaves_out else None)
         silent = Callbacks(should_stop=self.callbacks.should_stop)

@@ -11,9 +11,11 @@ Orders that are made for their stages may be of any: theirs is the least bound o
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from planner.cost.nearest import Split
 from planner.search.orders import SYNTHESIZED, Order, splits_backward
@@ -22,12 +24,13 @@ from planner.search.state import Open, State
 
 SEARCHED, PER_LAYER, ALIKE, SPLIT = range(4)
 CLASSES = 4
+_STAGES = 3
 _ANY = 4
 """An order that may be of each."""
 _APART = 1 << 32
 """Between the places of a family's classes in the enumeration: families are fewer."""
-FamilyBounds = Mapping[tuple[Split, int, int], tuple[float, ...]]
-"""Ticks by split, sequence chunks and pipeline ranks; of every class."""
+FamilyBounds = Mapping[tuple[Split, int, int], NDArray[np.float64]]
+"""Ticks by split, sequence chunks and pipeline ranks: [ZeRO stages (0 and 1, 2, 3), class]."""
 
 
 def class_of(order: Order) -> int:
@@ -60,20 +63,36 @@ def raise_bounds(state: State, least: FamilyBounds) -> None:
 
 
 def _by_class(one: Open, family: Family, least: FamilyBounds, limit_ticks: int) -> Iterator[Open]:
-    """What may beat the limit together, for it is opened once; what may not, class by class."""
-    ticks = least.get((family.split, family.sequence_chunks, family.pipeline), (0.0,) * CLASSES)
-    bounds = (*ticks, min(ticks))
-    kinds = [class_of(order) for order in family.orders]
-    near = {kind for kind in kinds if bounds[kind] < limit_ticks}
-    apart = sorted(set(kinds) - near)
-    for place, together in ((0, near), *((1 + kind, {kind}) for kind in apart)):
-        orders = tuple(order for order, kind in zip(family.orders, kinds, strict=True) if kind in together)
-        bound = min((bounds[kind] for kind in together), default=math.inf)
-        if orders and bound < math.inf:
-            is_all = len(orders) == len(family.orders)
-            part, at = (family, one.order) if is_all else (replace(family, orders=orders), _at(one, place))
-            yield replace(one, bound_ticks=max(one.bound_ticks, int(bound)), order=at, item=part)
+    """What may beat the limit together, for it is opened once; what may not, ZeRO stages before classes, by itself."""
+    known = least.get((family.split, family.sequence_chunks, family.pipeline), np.zeros((_STAGES, CLASSES)))
+    ticks = np.column_stack([known, known.min(axis=1)])
+    stages = frozenset(_stages_of(zero.stage) for zero in family.zeros)
+    kinds = frozenset(map(class_of, family.orders))
+    near_stages = frozenset(stage for stage in stages if ticks[stage, list(kinds)].min() < limit_ticks)
+    near_kinds = frozenset(kind for kind in kinds if ticks[list(near_stages), kind].min(initial=np.inf) < limit_ticks)
+    for mine, some in ((near_stages, near_kinds), (stages - near_stages, kinds), (near_stages, kinds - near_kinds)):
+        bound = ticks[np.ix_(sorted(mine), sorted(some))].min(initial=np.inf)
+        if bound < np.inf:
+            is_near = bound < limit_ticks or (mine, some) == (stages, kinds)
+            part = family if (mine, some) == (stages, kinds) else _part(family, mine, some)
+            order = one.order if is_near else _apart(one, mine, some)
+            yield replace(one, bound_ticks=max(one.bound_ticks, int(bound)), order=order, item=part)
 
 
-def _at(one: Open, place: int) -> tuple[int, ...]:
-    return (one.order[0] + place * _APART,)
+def _part(family: Family, stages: Collection[int], kinds: Collection[int]) -> Family:
+    return replace(
+        family,
+        zeros=tuple(zero for zero in family.zeros if _stages_of(zero.stage) in stages),
+        orders=tuple(order for order in family.orders if class_of(order) in kinds),
+    )
+
+
+def _stages_of(zero_stage: int) -> int:
+    """ZeRO 0 and 1 hold and exchange alike as far as bounds know."""
+    return max(0, zero_stage - 1)
+
+
+def _apart(one: Open, stages: Collection[int], kinds: Collection[int]) -> tuple[int, ...]:
+    """A place of its own in the enumeration, for what no other part of the family is."""
+    number = sum(1 << (stage * (CLASSES + 1) + kind) for stage in stages for kind in kinds)
+    return (one.order[0] + number * _APART,)

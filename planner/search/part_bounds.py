@@ -22,14 +22,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost import Workload, reserved_bytes
-from planner.cost.nearest import Layers, Split, exchanging_costs, expert_shares, nearest_costs
+from planner.cost.nearest import Layers, Split, exchanging_costs, expert_shares, nearest_costs, stand_apart
 from planner.cost.pricing import LayerCost
 from planner.search.chunks import chunks_of
 from planner.search.depth_bounds import Depth
@@ -48,6 +48,11 @@ _LESS = 1 - 1e-9
 """For rounding of floating-point sums."""
 _STAGES: tuple[tuple[ZeroStage, int], ...] = ((0, 1), (2, 2), (3, 3))
 """ZeRO's, and how much it shares out: optimizer states (0 stands for 1, too), gradients, parameters."""
+
+
+_ALIKE_NEAR: tuple[tuple[int, float], ...] = ((1, 1), (2, math.inf))
+_ALIKE_APART: tuple[tuple[int, float], ...] = ((1, 1), (2, 2), (3, 4), (5, math.inf))
+"""Fewest and most ranks that share out the states of the same experts: more of them exchange more, and hold less."""
 
 
 class PartBounds:
@@ -74,7 +79,7 @@ class PartBounds:
         """Ticks of a step that no layout beats, by part; infinite where there is no layout."""
         least = self._unbounded.copy()
         for one in self._found:
-            np.minimum.at(least, one.places, one.ticks.min(axis=0))
+            np.minimum.at(least, one.places, one.ticks.min(axis=(0, 1)))
         found: list[float] = least.tolist()
         return found
 
@@ -83,12 +88,12 @@ class PartBounds:
         return bool(self._unbounded[self._place(part)] > 0)
 
     def of_part(self, part: Part) -> FamilyBounds:
-        """Ticks that no layout of a family on the part beats, by its split, sequence chunks and pipeline ranks, and the
-        class of the order; infinite where none fits."""
+        """Ticks that no layout of a family on the part beats, by its split, sequence chunks and pipeline ranks, by ZeRO
+        stages and class of the order; infinite where none fits."""
         place, found = self._place(part), {}
         for one in self._found:
             for at in np.flatnonzero(one.places == place).tolist():
-                found[one.split.key, one.split.chunks, int(one.ranks[at])] = tuple(one.ticks[:, at].tolist())
+                found[one.split.key, one.split.chunks, int(one.ranks[at])] = one.ticks[:, :, at]
         return found
 
     def raised_to(self, limits: Sequence[float]) -> None:
@@ -104,6 +109,8 @@ class PartBounds:
 class _Zero:
     """Layers under some ZeRO stages."""
 
+    stage: int | None
+    """Place in `_STAGES`; None: any."""
     least_replicas: int
     held: Held
     modes: tuple[Alike, ...]
@@ -124,28 +131,39 @@ class _Zero:
     def raised(self, at: Pipelines, limits: Floats, kind: int) -> Floats:
         """The same of one class, bounded again up to these limits."""
         least: Floats = self.least(at)[kind]
-        return least if self.depth is None else self.depth.raised(at, least, limits, are_dealt=kind == PER_LAYER)
+        if self.depth is None or kind not in (SEARCHED, PER_LAYER):
+            return least
+        return self.depth.raised(at, least, limits, are_dealt=kind == PER_LAYER)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Split:
     """Layers that are split in one way."""
 
     key: Split
     chunks: int
     zeros: tuple[_Zero, ...]
+    work: Workload | None = None
+    """Where devices are alike and sequences whole."""
+
+    @cached_property
+    def _finer_zeros(self) -> tuple[_Zero, ...]:
+        """Where experts are shared out, by how many share the same ones."""
+        if self.work is None or self.key[3] == 1:
+            return self.zeros
+        return tuple(_zeros_of_experts(self.work, self.key))
 
     @classmethod
     def of(cls, works: Sequence[Workload], key: Split, chunks: int) -> Self:
         """On several kinds of devices, or in chunks, by (K4)."""
         if len(works) == 1 and chunks == 1 and len(works[0].cluster.node_groups) == 1:
-            return cls(key, chunks, tuple(_zeros(works[0], key)))
+            return cls(key, chunks, tuple(_zeros(works[0], key)), works[0])
         rows = [nearest_costs(work, key, chunks) for work in works]
         first, total, passing = np.minimum.reduce([by_layer(one, chunks) for one in rows])
         if chunks == 1:
             total = first + np.minimum.reduce([list(map(_least_backward, one)) for one in rows])
         fastest = Alike.unheld(first, total, passing, may_differ=chunks == 1)
-        return cls(key, chunks, (_Zero(1, PLENTY, (fastest,)),))
+        return cls(key, chunks, (_Zero(None, 1, PLENTY, (fastest,)),))
 
     @property
     def devices(self) -> int:
@@ -158,14 +176,22 @@ class _Split:
         return Pipelines(ranks, data * self.key[2], -(-micro_batches // data), micro_batches % data == 0)
 
     def least(self, at: Pipelines) -> Floats:
-        """Ticks, rounded down, [class, pipeline]."""
-        ticks: Floats = np.floor(np.minimum.reduce([zero.least(at) for zero in self.zeros]) * _LESS)
-        return ticks
+        """Ticks, rounded down, [ZeRO stages, class, pipeline]."""
+        return _by_stage(self.zeros, [zero.least(at) for zero in self.zeros])
 
     def raised(self, at: Pipelines, limits: Floats, kind: int) -> Floats:
-        """Ticks of a class, rounded down, raised up to these limits."""
-        ticks: Floats = np.floor(np.minimum.reduce([zero.raised(at, limits, kind) for zero in self.zeros]) * _LESS)
-        return ticks
+        """Ticks of a class, rounded down, raised up to these limits, [ZeRO stages, pipeline]."""
+        return _by_stage(self._finer_zeros, [zero.raised(at, limits, kind) for zero in self._finer_zeros])
+
+
+def _by_stage(zeros: Sequence[_Zero], ticks: Sequence[Floats]) -> Floats:
+    """The least of each of `_STAGES`."""
+    every = [
+        np.minimum.reduce([each for zero, each in zip(zeros, ticks, strict=True) if zero.stage in (None, place)])
+        for place in range(len(_STAGES))
+    ]
+    least: Floats = np.floor(np.array(every) * _LESS)
+    return least
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +203,7 @@ class _Found:
     """Part of each."""
     at: Pipelines
     ticks: Floats
-    """[class, pipeline]."""
+    """[ZeRO stages, class, pipeline]."""
 
     @property
     def ranks(self) -> Ticks:
@@ -191,11 +217,11 @@ class _Found:
     def raised_to(self, limits: Floats) -> Self:
         """What may take less than these ticks, by part, bounded again."""
         ticks, limits = self.ticks.copy(), limits[self.places]
-        for kind in (SEARCHED, PER_LAYER):
-            some = np.flatnonzero(ticks[kind] < limits)
+        for kind in range(CLASSES):
+            some = np.flatnonzero(ticks[:, kind].min(axis=0) < limits)
             if len(some):
                 raised = self.split.raised(self.at.some(some), limits[some], kind)
-                ticks[kind, some] = np.maximum(ticks[kind, some], raised)
+                ticks[:, kind, some] = np.maximum(ticks[:, kind, some], raised)
         return replace(self, ticks=ticks)
 
 
@@ -205,23 +231,38 @@ def _least_backward(options: Mapping[RecomputeMode, LayerCost]) -> int:
 
 def _zeros(work: Workload, key: Split) -> Iterator[_Zero]:
     """ZeRO 0 and 1, 2, and 3: with what exchanges take at least, and what OGP is left."""
-    plain = exchanging_costs(work, key, 0)
-    ogp, experts = _ogp_bytes(work, key, plain)
+    yield from (_zero(work, key, stage, shared) for stage, shared in _STAGES)
+
+
+def _zeros_of_experts(work: Workload, key: Split) -> Iterator[_Zero]:
+    """The same by the number of ranks with the same experts that share out their states."""
+    ranges = _ALIKE_APART if stand_apart(work, key) else _ALIKE_NEAR
     for stage, shared in _STAGES:
-        layers = exchanging_costs(work, key, stage) if stage else plain
-        gathered = 2 * max(next(iter(options.values())).gathered_bytes for options in layers)
-        temporary = min(cost.temporary_bytes for options in layers for cost in options.values())
-        room = _room_bytes(work) - gathered - temporary
-        of_experts = experts[:shared].sum(axis=0)
-        held = Held(room, ogp[shared:].sum(axis=0), ogp[:shared].sum(axis=0) - of_experts, of_experts, key[3])
-        if offloadings_of(work, dict(work.job.constraints)) != (NOTHING,):
-            held = PLENTY
-        modes = [mode for mode in MODES if any(mode in options for options in layers)]
-        rows = [[options.get(mode, next(iter(options.values()))) for options in layers] for mode in modes]
-        alike = [Alike.of(each, splits=False) for each in rows]
-        mixed = Mixed.of(alike, held.room_bytes)
-        depth = None if held is PLENTY else Depth.of(layers, held)
-        yield _Zero(1 + (stage > 0), held, (Alike.of(rows[0], splits=True), *alike), mixed, depth)
+        for fewest, most in ranges if stage else ((1, math.inf),):
+            yield _zero(work, key, stage, shared, fewest, most)
+
+
+def _zero(work: Workload, key: Split, stage: ZeroStage, shared: int, fewest: int = 1, most: float = math.inf) -> _Zero:
+    layers = exchanging_costs(work, key, stage, fewest)
+    ogp, experts = _ogp_bytes(work, key, exchanging_costs(work, key, 0))
+    gathered = 2 * max(next(iter(options.values())).gathered_bytes for options in layers)
+    temporary = min(cost.temporary_bytes for options in layers for cost in options.values())
+    room, of_experts = _room_bytes(work) - gathered - temporary, experts[:shared].sum(axis=0)
+    others = ogp[:shared].sum(axis=0) - of_experts
+    held = Held(room, ogp[shared:].sum(axis=0), others, of_experts, key[3], most * key[3])
+    if offloadings_of(work, dict(work.job.constraints)) != (NOTHING,):
+        held = PLENTY
+    modes = [mode for mode in MODES if any(mode in options for options in layers)]
+    rows = [[options.get(mode, next(iter(options.values()))) for options in layers] for mode in modes]
+    alike = [Alike.of(each, splits=False) for each in rows]
+    return _Zero(
+        stage=[each for each, _ in _STAGES].index(stage),
+        least_replicas=max(1 + (stage > 0), fewest * key[3]),
+        held=held,
+        modes=(Alike.of(rows[0], splits=True), *alike),
+        mixed=Mixed.of(alike, held.room_bytes),
+        depth=None if held is PLENTY else Depth.of(layers, held),
+    )
 
 
 def _ogp_bytes(work: Workload, key: Split, plain: Layers) -> tuple[Floats, Floats]:

@@ -85,17 +85,20 @@ class Held:
     """Likewise, what it shares out among those replicas alone that hold the same experts."""
     experts_degree: int = 1
     """Replicas that share experts."""
+    most_shards: float = np.inf
+    """Replicas that share out states, at most."""
 
     def left(self, at: Pipelines) -> Floats:
         """P R - OGP, rounded up by a byte; 0 or less where OGP alone is too much."""
         shared = self.shared_bytes.sum() + self.of_experts_bytes.sum() * self.experts_degree
-        left: Floats = at.ranks * self.room_bytes - self.whole_bytes.sum() - shared / at.replicas + 1.0
+        shards = np.minimum(at.replicas, self.most_shards)
+        left: Floats = at.ranks * self.room_bytes - self.whole_bytes.sum() - shared / shards + 1.0
         return left
 
     def by_layer(self, at: Pipelines) -> Floats:
         """OGP, [pipeline, layer]."""
         shared = self.shared_bytes + self.of_experts_bytes * self.experts_degree
-        ogp: Floats = self.whole_bytes + shared / at.replicas[:, None]
+        ogp: Floats = self.whole_bytes + shared / np.minimum(at.replicas, self.most_shards)[:, None]
         return ogp
 
 
