@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import accumulate
 
 from planner.cost.communication import chain_seconds, collective_seconds, transfer_seconds
 from planner.cost.groups import Groups
@@ -83,10 +84,12 @@ class LayoutCosts:
 
     def all_boundary_bytes(self) -> tuple[int, ...]:
         """`boundary_bytes` of every layer."""
-        if self.skips:
-            return tuple(map(self.boundary_bytes, range(len(self.layers))))
-        outputs = {index: self.boundary_bytes(index) for index, _ in self.kinds}
-        return tuple(map(outputs.__getitem__, self.alike))
+        outputs = {index: next(iter(self.layers[index].values())).output_bytes for index, _ in self.kinds}
+        begun = [0] * (len(self.layers) + 1)
+        for skip in self.skips:
+            begun[skip.producer] += skip.bytes
+            begun[skip.consumer] -= skip.bytes
+        return tuple(outputs[kind] + over for kind, over in zip(self.alike, accumulate(begun), strict=False))
 
     def transfer_ticks(self, boundary: int, last_layer: int) -> int:
         """Ticks from stage `boundary` to the next when its last layer is this one: equation (T5)."""

@@ -10,6 +10,8 @@ anything but the layers themselves is priced, and after.
     (U6)  all micro-batches of all layers l take w(l, g) on cells of node group g, of which there are c(g); with W(g)
           the sum of w over all layers, and weights 1 / W(g) as in (D11),
           T >= micro-batches x sum over l of the least w(l, g) / W(g) over g, by sum of c(g) / W(g)    -> part_ticks()
+    (U8)  layers are whole and lie in order (`planner.search.filling`): what leaves no windows does not beat the limit;
+          the rest is bounded by that, too, under whichever schedule takes less   -> _Bounding._open(), .of_part()
 
 Columns are bounded one by one: a step ends with the slowest, whatever the others' stage maps would be.
 """
@@ -17,16 +19,18 @@ Columns are bounded one by one: a step ends with the slowest, whatever the other
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from operator import attrgetter
 
 import numpy as np
 
-from planner.cost import LayerCost, LayoutCosts, Workload, reserved_bytes
+from planner.cost import LayoutCosts, Workload, reserved_bytes
 from planner.cost.mixed import columns_of, mixed_costs, standings
 from planner.cost.nearest import nearest_costs
 from planner.search.bounds import room_bytes, warm_ups
+from planner.search.filling import Filling
 from planner.search.lanes import modes_on
 from planner.search.segments import LayerModes
 from planner.search.space import Family, Zero
@@ -80,35 +84,70 @@ class _Bounding:
 
     def least(self, family: Family) -> int:
         """Ticks that no layout beats under gpipe and 1f1b, with exchanges for nothing: equation (U4)."""
-        return self._bound(family, {})
+        loads = self._loads(family, {})
+        return self._spread_out(loads) if self._open(family, loads, roughly=True) else self.limit
 
     def of_part(self, part: Family) -> int:
-        """The same with what the part exchanges: equation (U7)."""
-        for column in self.columns:
-            rows, spread = self.known[column], self._spread(part, column, None)
-            told = spread.dual(rows[: len(column[0])], rows[len(column[0]) :]) * spread.ticks
+        """The same with what the part exchanges, and with whole layers in order: equations (U7) and (U8)."""
+        for column, ranks in self._loads(part, {}).items():
+            rows, spread = self.known[column], Spread.of(ranks, column[1], _least_in_flight(column))
+            told = spread.dual(rows[: len(ranks)], rows[len(ranks) :]) * spread.ticks
             if told >= self.limit * (1 + ROUNDING):
                 return self.limit
-        return self._bound(part, _exchanges(self.work, part))
+        loads = self._loads(part, _exchanges(self.work, part))
+        fillings = self._open(part, loads)
+        bound = self._spread_out(loads) if fillings else self.limit
+        if bound >= self.limit:
+            return bound
+        return min(max(each.bound(bound, self.limit) for each in columns) for columns in fillings)
 
-    def _bound(self, family: Family, rates: dict[_Column, list[tuple[float, float]]]) -> int:
+    def _spread_out(self, loads: Mapping[_Column, Sequence[RankLoad]]) -> int:
+        """The linear bound: equation (U3)."""
         bound = 0
-        for column in self.columns:
-            spread = self._spread(family, column, rates.get(column))
+        for column, ranks in loads.items():
+            spread = Spread.of(ranks, column[1], _least_in_flight(column))
             ticks, self.known[column] = spread.bound_and_rows(self.limit, self.known.get(column))
             bound = max(bound, ticks)
         return bound
 
-    def _spread(self, family: Family, column: _Column, rates: list[tuple[float, float]] | None) -> Spread:
-        row, share = column
-        loads = {place: _nearest_load(self.work.groups[place], family) for place in set(row)}
-        taken = rates or [(0.0, 0.0)] * len(row)
-        ranks = [loads[place].with_exchanges(*each) for place, each in zip(row, taken, strict=True)]
-        return Spread.of(ranks, share, [min(share, len(row) - rank) for rank in range(len(row))])
+    def _open(
+        self, family: Family, loads: Mapping[_Column, Sequence[RankLoad]], *, roughly: bool = False
+    ) -> list[list[Filling]]:
+        """The columns under every schedule that may beat the limit: equation (U8)."""
+        found = []
+        for is_gpipe in dict.fromkeys(order.schedule == "gpipe" for order in family.orders):
+            columns: list[Filling] = []
+            for (row, share), ranks in loads.items():
+                units = [share] * len(row) if is_gpipe else _least_in_flight((row, share))
+                columns.append(Filling.of(ranks, share, units, is_gpipe=is_gpipe))
+                if not columns[-1].leaves(self.limit, roughly=roughly):
+                    break
+            else:
+                found.append(columns)
+        return found
+
+    def _loads(
+        self, family: Family, rates: Mapping[_Column, list[tuple[float, float]]]
+    ) -> dict[_Column, list[RankLoad]]:
+        """Of every pipeline rank of the columns; those alike are one."""
+        places = {place for row, _ in self.columns for place in row}
+        nearest = {place: _nearest_load(self.work.groups[place], family) for place in places}
+        keys = {
+            (row, share): [*zip(row, map(tuple, rates.get((row, share), [(0.0, 0.0)] * len(row))), strict=True)]
+            for row, share in self.columns
+        }
+        known = {key: nearest[key[0]].with_exchanges(*key[1]) for several in keys.values() for key in several}
+        return {column: [known[key] for key in several] for column, several in keys.items()}
 
 
 _Column = tuple[tuple[int, ...], int]
 """Node groups of its pipeline ranks, and its share."""
+
+
+def _least_in_flight(column: _Column) -> list[int]:
+    """Micro-batches that every rank of a column holds at once under either schedule, at least."""
+    row, share = column
+    return [min(share, len(row) - rank) for rank in range(len(row))]
 
 
 def _exchanges(work: Workload, family: Family) -> dict[_Column, list[tuple[float, float]]]:
@@ -181,6 +220,9 @@ def _whole_load(work: Workload, family: Family) -> tuple[RankLoad, list[Floats]]
     sharing = {work.order[name] for shared in work.profile.shared_parameters for name in shared.layers}
     kinds = Counter((id(options), place in sharing) for place, options in enumerate(layers))
     known = {id(options): tuple(options.values()) for options in layers}
+    numbers = {key: number for number, key in enumerate(kinds)}
+    places = [numbers[id(options), place in sharing] for place, options in enumerate(layers)]
+    outputs = [known[id(options)][0].output_bytes for options in layers]
     first = [None if shares else known[key][0] for key, shares in kinds]
     counts = np.array(list(kinds.values()), dtype=np.float64)[:, None]
     elements = counts * np.array([[cost.parameters if cost else 0.0] for cost in first], dtype=np.float64)
@@ -190,32 +232,46 @@ def _whole_load(work: Workload, family: Family) -> tuple[RankLoad, list[Floats]]
     ]
     room = work.capacity_bytes - reserved_bytes(work)
     load = _load([known[key] for key, _ in kinds], list(kinds.values()), [0.0] * len(kinds), room)
-    return replace(load, elements=elements), states
+    return _in_order(replace(load, elements=elements), places, outputs), states
 
 
 def priced_bound(costs: LayoutCosts, modes: Sequence[LayerModes], limit_ticks: int) -> int:
-    """Ticks that no stage map of a layout of gpipe or 1f1b beats whose ranks differ: equation (U5).
+    """Ticks that no stage map of a layout of gpipe or 1f1b beats whose ranks differ: equations (U5) and (U8).
 
     Args:
         costs: of the layout.
         modes: allowed recompute choices of every layer.
         limit_ticks: what is no better is not told more exactly.
     """
-    bound = 0
+    bound, boundaries = 0, costs.all_boundary_bytes()
+    own = {id(rank.layers): rank for column in costs.columns for rank in column.ranks}
+    loads = {key: _priced_load(rank, modes, boundaries) for key, rank in own.items()}
     for column in costs.columns:
-        loads = {id(own.layers): _priced_load(own, modes) for own in column.ranks}
-        ranks = [loads[id(own.layers)] for own in column.ranks]
-        bound = max(bound, Spread.of(ranks, column.micro_batches, warm_ups(column)).bound(limit_ticks))
+        ranks, count, units = [loads[id(rank.layers)] for rank in column.ranks], column.micro_batches, warm_ups(column)
+        moved = [column.transfers_behind(rank) for rank in range(len(ranks) - 1)]
+        is_gpipe = costs.layout.schedule == "gpipe"
+        filling = Filling.of(ranks, count, units, is_gpipe=is_gpipe, transfers=moved)
+        if not filling.leaves(limit_ticks):
+            return limit_ticks
+        bound = filling.bound(max(bound, Spread.of(ranks, count, units).bound(limit_ticks)), limit_ticks)
     return bound
 
 
-def _priced_load(own: LayoutCosts, modes: Sequence[LayerModes]) -> RankLoad:
+def _priced_load(own: LayoutCosts, modes: Sequence[LayerModes], boundary_bytes: Sequence[int]) -> RankLoad:
     """Of a rank's device."""
     choices = modes_on(own, modes)
     kinds = [choices[first] for first, _ in own.kinds]
     spared = sum((len(shared.layers) - 1) * shared.ogp_bytes for shared in own.shared)
     ogp = [options[0].ogp_bytes for options in kinds]
-    return _load(kinds, [count for _, count in own.kinds], ogp, room_bytes(own) + spared, has_tail=not own.shared)
+    load = _load(kinds, [count for _, count in own.kinds], ogp, room_bytes(own) + spared, has_tail=not own.shared)
+    numbers = {first: number for number, (first, _) in enumerate(own.kinds)}
+    return _in_order(load, [numbers[first] for first in own.alike], boundary_bytes)
+
+
+def _in_order(load: RankLoad, places: Sequence[int], boundary_bytes: Sequence[int]) -> RankLoad:
+    """With the kind of every layer, and what goes on behind it."""
+    bytes_ = np.array(boundary_bytes, dtype=np.float64)
+    return replace(load, places=np.array(places, dtype=np.intp), boundary_bytes=bytes_)
 
 
 def _load(
@@ -226,14 +282,16 @@ def _load(
     padded = [(*options, *(options[-1:] * (most - len(options)))) for options in kinds]
     each = np.array(counts, dtype=np.float64)[:, None]
 
-    def table(value: Callable[[LayerCost], float]) -> Floats:
-        return each * np.array([[value(cost) for cost in options] for options in padded], dtype=np.float64)
-
+    told = np.array([[*map(_TOLD, options)] for options in padded], dtype=np.float64).transpose(2, 0, 1)
+    forward, backward, activations, reduction, optimizer = each * told
     return RankLoad(
-        tail=table(lambda cost: cost.reduction_ticks + cost.optimizer_ticks) if has_tail else 0.0,
-        forward=table(lambda cost: cost.forward_ticks),
-        backward=table(lambda cost: cost.backward_ticks),
+        tail=reduction + optimizer if has_tail else 0.0,
+        forward=forward,
+        backward=backward,
         ogp_bytes=each * np.array(ogp, dtype=np.float64)[:, None],
-        activation_bytes=table(lambda cost: cost.activation_bytes),
+        activation_bytes=activations,
         room_bytes=room,
     )
+
+
+_TOLD = attrgetter("forward_ticks", "backward_ticks", "activation_bytes", "reduction_ticks", "optimizer_ticks")

@@ -57,6 +57,10 @@ class RankLoad:
     """Parameters; None: what they take per element is part of the ticks."""
     tail: Floats | float = 0.0
     """Ticks of a step, after its last action."""
+    places: NDArray[np.intp] | None = None
+    """Kind of every layer of the model, in order."""
+    boundary_bytes: Floats | None = None
+    """Of a micro-batch behind every layer of the model; None: not told."""
 
     def with_exchanges(self, in_micro_batch: float, in_step: float) -> RankLoad:
         """With so many ticks more per element."""

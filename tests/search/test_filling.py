@@ -1,0 +1,150 @@
+"""The bound by greedy filling, against every cut of small columns, simulated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations, pairwise, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.cost import RECEIVE_BUFFERS
+from planner.schedule import Durations, build, simulate
+from planner.search.filling import Filling
+from planner.search.spread import RankLoad, Spread
+
+_LAYERS, _MODES = 5, 2
+_NO_LIMIT = 2**53
+
+
+@dataclass(frozen=True)
+class Column:
+    """Pipeline ranks, each with the ticks and bytes of every layer by mode, and what goes on behind every layer."""
+
+    schedule: str
+    loads: tuple[RankLoad, ...]
+    micro_batches: int
+    transfers: tuple[tuple[int, ...], ...]
+
+    @property
+    def in_flight(self) -> list[int]:
+        """Micro-batches that every rank holds at once."""
+        ranks = range(len(self.loads), 0, -1)
+        return [self.micro_batches if self.schedule == "gpipe" else min(self.micro_batches, behind) for behind in ranks]
+
+    @property
+    def filling(self) -> Filling:
+        """What is tested."""
+        is_gpipe = self.schedule == "gpipe"
+        return Filling.of(self.loads, self.micro_batches, self.in_flight, is_gpipe=is_gpipe, transfers=self.transfers)
+
+    def peak(self, rank: int, cut: tuple[int, ...], modes: tuple[int, ...]) -> float:
+        """Bytes of a rank."""
+        load, units = self.loads[rank], self.in_flight[rank]
+        layers = range(cut[rank], cut[rank + 1])
+        assert load.boundary_bytes is not None
+        received = RECEIVE_BUFFERS * load.boundary_bytes[cut[rank] - 1] if rank else 0.0
+        sent = RECEIVE_BUFFERS if rank < len(self.loads) - 1 else 0
+        held = sum(load.ogp_bytes[each, 0] + units * load.activation_bytes[each, modes[each]] for each in layers)
+        return float(held + (units + sent) * load.boundary_bytes[cut[rank + 1] - 1] + received)
+
+    def ticks(self, cut: tuple[int, ...], modes: tuple[int, ...]) -> float:
+        """Of a step."""
+        stages = [[(each, modes[each]) for each in range(a, b)] for a, b in pairwise(cut)]
+        pairs = list(zip(self.loads, stages, strict=True))
+        moved = tuple(each[last - 1] for each, last in zip(self.transfers, cut[1:-1], strict=True))
+        durations = Durations(
+            forward=tuple(sum(load.forward[at] for at in stage) for load, stage in pairs),
+            backward_input=tuple(sum(load.backward[at] for at in stage) for load, stage in pairs),
+            backward_weight=(0.0,) * len(pairs),
+            transfer_forward=moved,
+            transfer_backward=moved,
+        )
+        schedule = build(self.schedule, ranks=len(pairs), micro_batches=self.micro_batches)
+        ends = [row[-1] for row in simulate(schedule, durations).finish_seconds]
+        tails = [sum(np.broadcast_to(load.tail, load.forward.shape)[at] for at in stage) for load, stage in pairs]
+        return float(max(end + tail for end, tail in zip(ends, tails, strict=True)))
+
+
+@st.composite
+def columns(draw: st.DrawFn) -> Column:
+    """Up to four ranks of different speed; room from ample to too little."""
+    dice = np.random.default_rng(draw(st.integers(0, 10**6)))
+    ranks, shape = draw(st.integers(1, 4)), (_LAYERS, _MODES)
+    forward = dice.integers(1, 10, (_LAYERS, 1)) * np.ones(shape)
+    backward = np.cumsum(dice.integers(1, 12, shape), axis=1).astype(np.float64)
+    ogp, activations = dice.integers(0, 50, (_LAYERS, 1)) * np.ones(shape), dice.integers(0, 30, shape).astype(float)
+    tail, boundaries = dice.integers(0, 20, (_LAYERS, 1)) * np.ones(shape), dice.integers(0, 9, _LAYERS).astype(float)
+    room = draw(st.sampled_from((0.8, 1.2, 2.0, 5.0))) * (ogp.sum() + ranks * activations.sum()) / 2 / ranks
+    loads = tuple(
+        RankLoad(
+            forward=speed * forward,
+            backward=speed * backward,
+            ogp_bytes=ogp,
+            activation_bytes=activations,
+            room_bytes=int(room * dice.uniform(0.7, 1.3)),
+            tail=tail,
+            places=np.arange(_LAYERS),
+            boundary_bytes=boundaries,
+        )
+        for speed in dice.choice((10.0, 17.0, 31.0), ranks)
+    )
+    transfers = tuple(tuple(dice.integers(0, 40, _LAYERS).tolist()) for _ in range(ranks - 1))
+    return Column(draw(st.sampled_from(("gpipe", "1f1b"))), loads, draw(st.sampled_from((1, 3, 9))), transfers)
+
+
+@settings(max_examples=60)
+@given(columns())
+def test_no_stage_map_that_fits_is_faster_than_the_bound(column: Column) -> None:
+    """Of all cuts with all modes, simulated, the fastest that fits is no faster; it lies in the windows of its time."""
+    found = []
+    for inner in combinations(range(1, _LAYERS), len(column.loads) - 1):
+        cut = (0, *inner, _LAYERS)
+        for modes in product(range(_MODES), repeat=_LAYERS):
+            if all(column.peak(p, cut, modes) <= load.room_bytes for p, load in enumerate(column.loads)):
+                found.append((column.ticks(cut, modes), cut))
+    if not found:
+        return
+    ticks, cut = min(found)
+    filling = column.filling
+    assert filling.leaves(ticks)
+    assert filling.bound(0, int(ticks) + 1) <= ticks
+    assert filling.bound(0, _NO_LIMIT) <= ticks
+    windows = filling.windows(ticks)
+    assert windows is not None
+    assert all(a <= b <= c for a, b, c in zip(windows.least, cut, windows.most, strict=True))
+
+
+def _rank(work: tuple[int, ...], held: tuple[int, ...], room: int) -> RankLoad:
+    ticks, bytes_ = np.array([work], dtype=np.float64).T, np.array([held], dtype=np.float64).T
+    return RankLoad(ticks, 2 * ticks, bytes_, 0 * bytes_, room, places=np.arange(len(work)))
+
+
+def test_layers_stay_in_their_order() -> None:
+    """The first two layers fill a rank each. The linear bound puts a half of each and of the long ones on both ranks;
+    in order, one rank has the three last layers, and 3 x 100 forward and twice that back for every micro-batch."""
+    rank = _rank((1, 1, 100, 100, 100), (9, 9, 1, 1, 1), 12)
+    column = Filling.of((rank, rank), 100, (2, 1), is_gpipe=False)
+    assert column.bound(0, 10**9) == pytest.approx(100 * 3 * 300, rel=0.01)
+    assert Spread.of((rank, rank), 100, (2, 1)).bound() < 0.6 * 100 * 3 * 300
+
+
+def test_what_does_not_fit_in_order_has_no_windows() -> None:
+    """Three layers of nine bytes on three devices, of which one has room for eight."""
+    loads = [_rank((1, 1, 1), (9, 9, 9), room) for room in (9, 8, 9)]
+    assert not Filling.of(loads, 4, (3, 2, 1), is_gpipe=False).leaves(_NO_LIMIT)
+
+
+def test_a_rank_may_start_before_a_layer_that_does_not_fit_it() -> None:
+    """The second rank has no room for the second layer, but for the third: greedy filling may offer it neither."""
+    loads = [_rank((1, 1, 1, 1), (1, 8, 1, 1), room) for room in (10, 2, 10)]
+    assert Filling.of(loads, 4, (3, 2, 1), is_gpipe=False).leaves(_NO_LIMIT)
+
+
+def test_layers_of_one_kind_share_what_is_told_of_them() -> None:
+    """Four equal layers on two equal ranks: two each, and M + P - 1 = 9 times two layers of 1000 + 1000 ticks."""
+    load = RankLoad(*(4000.0 * np.ones((1, 1)),) * 4, room_bytes=10**6, places=np.zeros(4, dtype=np.intp))
+    column = Filling.of((load, load), 8, (8, 8), is_gpipe=True)
+    assert column.bound(0, 10**6) == pytest.approx(9 * 2 * 2000, rel=0.01)
