@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from typing import Any
 
 import pytest
 
 from benchmarks.executor import Row, main, row, table
+from planner.spec import ModelProfile
 from profiler.links import launch_links
+from profiler.measure import profile as measure
+from profiler.models import ModelSource
 
 
 @pytest.mark.torchrun
 def test_all_kinds_do_the_same_work(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The hand-written splits and the single process have our first loss, and everything was timed."""
-    monkeypatch.setattr(
-        "benchmarks.executor.launch_links", cache(launch_links)
-    )  # before the rounds, not after them too
+    # Before the rounds, not after them too.
+    monkeypatch.setattr("benchmarks.executor.launch_links", cache(launch_links))
+    profiles: list[ModelProfile] = []
+
+    def measured_once(source: ModelSource, **settings: Any) -> ModelProfile:
+        if not profiles:
+            profiles.append(measure(source, **settings))
+        return profiles[0]
+
+    monkeypatch.setattr("benchmarks.executor.measure", measured_once)
     main(
         [
             "--model",

@@ -22,7 +22,7 @@ from planner.executor import Executor, replicas
 from planner.executor import executor as executor_module
 from planner.executor.materialise import materialise
 from planner.executor.mesh import build_mesh
-from planner.executor.reference import train_reference
+from planner.executor.reference import Reference, train_reference
 from planner.spec import Plan
 from profiler.models import ModelSource
 from tests.builders import cluster, job, layer, profile, request
@@ -68,6 +68,7 @@ class Case:
     actions: Callable[[], tuple[tuple[str, ...], ...]] = tuple
     """Of a schedule without a name."""
     learning_rate: float = 3e-4
+    data: str | None = None
 
 
 IMAGES = {"sequence_length": 0, "micro_batch_size": 4, "optimizer": "momentum"}
@@ -76,6 +77,9 @@ TWO_RANKS = {
     "pp2-1f1b-uneven-recompute": Case("llama", (2, 4), {"recompute": {1: "full", 4: "selective"}}),
     "pp2-tied-dropout": Case("gpt2", (4, 2), {"recompute": {2: "selective", 4: "full"}, "micro_batch_size": 2}, 0.5),
     "dp2": Case("gpt2", (6,), {"data": 2, "micro_batches": 2}),
+    "dp2-masked-targets": Case(
+        "llama", (6,), {"data": 2, "micro_batches": 2}, clip=0.5, data="tests.executor.plans:masked"
+    ),
     "tp2": Case("llama", (6,), {"tensor": 2, "recompute": {1: "selective", 2: "full"}}, clip=0.5),
     "tp2-partial-gradients": Case(
         "qwen3", (6,), {"tensor": 2, "micro_batches": 2, "optimizer": "momentum"}, learning_rate=0.05
@@ -214,10 +218,9 @@ def run(case: Case) -> dict[str, Any]:
     source = source_of_case(case.model)
     names = [layer.name for layer in source.cut().layers]
     plan = make_plan(names, case.sizes, actions=case.actions(), **case.options)
-    data = "stdlib" if source.input_kind == "tokens" else "synthetic"
+    data = case.data or ("stdlib" if source.input_kind == "tokens" else "synthetic")
     settings: dict[str, Any] = {"data": data, "seed": 5, "max_gradient_norm": case.clip}
     settings |= {"learning_rate": case.learning_rate, "loss": case.loss}
-    start = {name: value.clone() for name, value in initial_parameters(source, settings["seed"]).items()}
     executor = Executor(plan, source, device="cpu", timeout_seconds=60, **settings)
     measured = executor.train(case.steps)
     with executor.part.gathered():
@@ -226,7 +229,8 @@ def run(case: Case) -> dict[str, Any]:
     statistics = _statistics(executor.part.module)
     if dist.get_rank() > 0:
         return {}
-    expected = train_reference(plan, source, steps=case.steps, **settings)
+    expected = _alone(plan, source, steps=case.steps, **settings)
+    start = initial_parameters(case.model, settings["seed"])
     pairs = zip(measured.losses, expected.losses, strict=True)
     wanted = dict(expected.model.named_parameters(remove_duplicate=False))
     worst = max(float((values[name] - wanted[name].detach()).abs().max()) for name in wanted)
@@ -317,8 +321,25 @@ def _statistics(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value for held in everyone for name, value in held.items()}
 
 
-def initial_parameters(source: ModelSource, seed: int) -> dict[str, torch.Tensor]:
+_references: dict[Any, Reference] = {}
+
+
+def _alone(plan: Plan, source: ModelSource, **settings: Any) -> Reference:
+    """One process trains the same for all plans that split it otherwise; nobody changes what it returns."""
+    job, layout = plan.request.job, plan.layout
+    split = (
+        layout.tensor_parallel_degree if job.precision == "fp8" else None
+    )  # how narrow a rank's products are decides
+    key = (source.name, job.canonical_json(), layout.micro_batch_size, split, tuple(settings.items()))
+    if key not in _references:
+        _references[key] = train_reference(plan, source, **settings)
+    return _references[key]
+
+
+@cache
+def initial_parameters(model: str, seed: int) -> dict[str, torch.Tensor]:
     """The whole model's parameters before the first step."""
+    source = source_of_case(model)
     whole = materialise(source, lambda model: model, device=torch.device("cpu"), seed=seed)
     return {name: value.detach() for name, value in whole.named_parameters(remove_duplicate=False)}
 
