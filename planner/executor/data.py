@@ -75,6 +75,11 @@ def load_dataset(name: str, spec: DataSpec, *, seed: int) -> Dataset:
     return _ByteTokens(text, spec, name, seed)
 
 
+def has_own_targets(dataset: Dataset) -> bool:
+    """Are the targets the user's, so that they may leave out tokens?"""
+    return isinstance(dataset, _UserData)
+
+
 def local_part(step: int, share: Share, micro_batch_size: int) -> tuple[int, int]:
     """First sample and one past the last of a data-parallel rank's part of a step's global batch."""
     start = step * share.total + share.first

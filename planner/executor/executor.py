@@ -18,9 +18,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from planner.errors import DocumentError, MismatchError, RunError, UnsupportedError
 from planner.executor.build import boundaries, build_rank, stage_ranges
 from planner.executor.checkpoint import Checkpoints
-from planner.executor.data import DataSpec, load_dataset
+from planner.executor.data import DataSpec, has_own_targets, load_dataset
 from planner.executor.doing import now
-from planner.executor.loss import load_loss, loss_of_pieces
+from planner.executor.loss import CountedTokens, load_loss, loss_of_pieces
 from planner.executor.materialise import materialise
 from planner.executor.memory import peak_bytes, reset_peak
 from planner.executor.mesh import build_mesh
@@ -97,6 +97,10 @@ class Executor:
         now("while it joined the process group")
         self._made_group = _join(self.device, timeout_seconds)
         self.mesh = build_mesh(grid, self.device.type)
+        now("while it opened the data")
+        dataset = load_dataset(data, data_spec(self.plan, self.source), seed=seed)
+        is_counted = loss is None and self.source.input_kind == "tokens" and has_own_targets(dataset)
+        counted = CountedTokens() if is_counted else None
         now("while it built its part of the model")
         with telling_out_of_memory(self.plan, self.mesh, self.device, "while its part was built"):
             self.part = build_rank(
@@ -106,13 +110,14 @@ class Executor:
                 device=self.device,
                 seed=seed,
                 learning_rate=learning_rate,
-                loss=load_loss(loss, self.source.input_kind),
+                loss=counted or load_loss(loss, self.source.input_kind),
                 fill=fill,
             )
         self._seed = seed
-        now("while it opened the data")
-        dataset = load_dataset(data, data_spec(self.plan, self.source), seed=seed)
-        self._trainer = Trainer(self.plan, self.part, self.mesh, dataset, device=self.device, clip=max_gradient_norm)
+        clip = max_gradient_norm
+        self._trainer = Trainer(
+            self.plan, self.part, self.mesh, dataset, device=self.device, clip=clip, counted=counted
+        )
 
     def train(
         self,

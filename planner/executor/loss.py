@@ -48,13 +48,41 @@ def classification(logits: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.float(), classes)
 
 
+class CountedTokens:
+    """`next_token` of samples with unequally many targets, for targets may be `IGNORED`: every target of a step counts
+    alike, whichever micro-batch and replica it stands in.
+
+        L = sum of all targets' cross entropies / their number,
+
+    a micro-batch's share of it times the number of micro-batches: torchtitan likewise divides sums by the number of
+    valid tokens of the global batch, and not means by the number of micro-batches.
+    """
+
+    def __init__(self) -> None:
+        self.mean_targets = 1.0
+        """Of the micro-batches of the step at hand; to be set before it."""
+
+    def __call__(self, logits: torch.Tensor, targets: torch.Tensor | TokenTargets) -> torch.Tensor:
+        """Of a micro-batch, or of a piece of it."""
+        if isinstance(targets, TokenTargets):
+            total = _total(logits, _following(targets, logits.shape[1]))
+        else:
+            total = _total(logits, functional.pad(targets[:, 1:], (0, 1), value=IGNORED))
+        return total / self.mean_targets
+
+    @staticmethod
+    def targets(tokens: torch.Tensor) -> int:
+        """Number of tokens (samples, tokens) that are to be predicted."""
+        return int((tokens[:, 1:] != IGNORED).sum())
+
+
 def loss_of_pieces(loss: Loss, pieces: Pieces) -> Loss:
     """The loss of a unit.
 
     Raises:
         UnsupportedError: a loss that nobody told how to cut.
     """
-    if not pieces.is_split:
+    if not pieces.is_split or isinstance(loss, CountedTokens):
         return loss
     if loss is not next_token:
         raise UnsupportedError(
@@ -72,10 +100,17 @@ def next_token_of_piece(logits: torch.Tensor, targets: TokenTargets) -> torch.Te
         logits: (samples, tokens of the piece, vocabulary).
         targets: where the piece stands.
     """
-    tokens, first = targets.tokens, targets.start + 1
-    following = tokens[:, first : first + logits.shape[1]]
-    following = functional.pad(following, (0, logits.shape[1] - following.shape[1]), value=IGNORED)
-    total = functional.cross_entropy(
+    return _total(logits, _following(targets, logits.shape[1])) / targets.tokens[:, 1:].numel()
+
+
+def _following(targets: TokenTargets, length: int) -> torch.Tensor:
+    """The tokens behind those of a piece of this length."""
+    first = targets.start + 1
+    following = targets.tokens[:, first : first + length]
+    return functional.pad(following, (0, length - following.shape[1]), value=IGNORED)
+
+
+def _total(logits: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(
         logits.flatten(0, 1).float(), following.flatten(), ignore_index=IGNORED, reduction="sum"
     )
-    return total / tokens[:, 1:].numel()

@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from planner.executor.data import Batch, Inputs, load_dataset
+from planner.executor.data import Batch, Inputs, has_own_targets, load_dataset
 from planner.executor.executor import as_planned, check_model, data_spec
 from planner.executor.failure import write_failure
-from planner.executor.loss import load_loss
+from planner.executor.loss import CountedTokens, load_loss
 from planner.executor.materialise import materialise
 from planner.executor.optimizer import COMPUTE_DTYPE, MASTER_COPY, hidden_of, make_optimizer
 from planner.executor.runtime import Loss
@@ -79,11 +79,16 @@ def train_reference(
     hidden = hidden_matrices(source.blueprint, source.cut())
     update = _Update(model, hidden, job, learning_rate, max_gradient_norm)
     dataset = load_dataset(data, data_spec(plan, source), seed=seed)
-    loss_of = load_loss(loss, source.input_kind)
+    is_counted = loss is None and source.input_kind == "tokens" and has_own_targets(dataset)
+    counted = CountedTokens() if is_counted else None
+    loss_of = counted or load_loss(loss, source.input_kind)
     losses = []
     for step in range(steps):
         streams.step = step
         batch = dataset(step * job.global_batch_size, (step + 1) * job.global_batch_size)
+        if counted is not None:
+            parts = job.global_batch_size // plan.layout.micro_batch_size
+            counted.mean_targets = CountedTokens.targets(batch[1]) / parts
         forward = partial(_forward, model, loss_of, COMPUTE_DTYPE[job.precision])
         losses.append(_accumulate(forward, batch, plan.layout.micro_batch_size, streams, update.scaler))
         update.apply()

@@ -17,6 +17,7 @@ from planner.executor.build import RankPart
 from planner.executor.data import Dataset, Inputs, local_part
 from planner.executor.doing import now
 from planner.executor.hang import awaited, is_timeout, waited_in_vain, where
+from planner.executor.loss import CountedTokens
 from planner.executor.memory import allocator_error, peak_bytes
 from planner.executor.mesh import Mesh
 from planner.executor.optimizer import COMPUTE_DTYPE
@@ -60,7 +61,15 @@ class Trainer:
     """Runs steps of one rank's part; every call is a collective call of all ranks."""
 
     def __init__(
-        self, plan: Plan, part: RankPart, mesh: Mesh, dataset: Dataset, *, device: torch.device, clip: float | None
+        self,
+        plan: Plan,
+        part: RankPart,
+        mesh: Mesh,
+        dataset: Dataset,
+        *,
+        device: torch.device,
+        clip: float | None,
+        counted: CountedTokens | None = None,
     ) -> None:
         self._plan = plan
         self._part = part
@@ -69,6 +78,7 @@ class Trainer:
         self._dataset = dataset
         self._device = device
         self._clip = clip
+        self._counted = counted
         self._dtype = COMPUTE_DTYPE[plan.request.job.precision]
         self._asked_to_stop: Callable[[], bool] = _never
         self._phase = ""
@@ -145,6 +155,9 @@ class Trainer:
         self._phase = "while it read its samples"
         inputs, targets = self._read(step)
         self._part.streams.step = step
+        if self._counted is not None:
+            self._phase = "in the sum of the targets"
+            self._counted.mean_targets = self._mean_targets(targets)
         self._phase = "in the barrier before its first action"
         dist.barrier()
         started = time.perf_counter()
@@ -175,6 +188,14 @@ class Trainer:
             tuple(map(self._to_device, inputs)) if part.has_first_stage else (),
             targets.to(self._device) if part.has_last_stage else None,
         )
+
+    def _mean_targets(self, tokens: torch.Tensor | None) -> float:
+        """Targets of a micro-batch, the mean over the step's: each replica's last stage counts its own once."""
+        counts = tokens is not None and self._mesh.tensor == 0 and self._mesh.context == 0
+        own = CountedTokens.targets(tokens) if counts and tokens is not None else 0
+        total = torch.tensor(float(own), dtype=torch.float64, device=self._device)
+        dist.all_reduce(total)
+        return float(total) / self._share.total
 
     def _to_device(self, inputs: torch.Tensor) -> torch.Tensor:
         return inputs.to(self._device, self._dtype if inputs.is_floating_point() else None)

@@ -358,3 +358,13 @@ def _prediction() -> Prediction:
     return Prediction(
         step_seconds=1.0, tokens_per_second=1.0, mfu=None, bubble_fraction=0.0, breakdown=breakdown, memory=()
     )
+
+
+def masked(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens, of which the first ones of every sample are no targets: of every third sample all."""
+    generators = (torch.Generator().manual_seed(index) for index in range(start, stop))
+    tokens = torch.stack([torch.randint(256, (16,), generator=each) for each in generators])
+    targets = tokens.clone()
+    for row, index in enumerate(range(start, stop)):
+        targets[row, : 16 if index % 3 == 0 else index % 16] = -100
+    return tokens, targets

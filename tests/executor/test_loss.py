@@ -7,9 +7,17 @@ import torch
 from torch.nn import functional
 
 from planner.errors import DocumentError, UnsupportedError
-from planner.executor.loss import classification, load_loss, loss_of_pieces, next_token, next_token_of_piece
+from planner.executor.loss import (
+    CountedTokens,
+    classification,
+    load_loss,
+    loss_of_pieces,
+    next_token,
+    next_token_of_piece,
+)
 from planner.executor.pieces import TokenTargets
 from profiler.sequence import Pieces
+from tests.executor.plans import masked
 
 
 def test_next_token_is_the_mean_over_all_predicted_tokens() -> None:
@@ -62,3 +70,25 @@ def test_losses_of_ones_own_take_whole_sequences() -> None:
     assert caught.value.problems[0].field == "loss"
     assert loss_of_pieces(classification, Pieces(8)) is classification
     assert loss_of_pieces(next_token, Pieces(8, context_ranks=2)) is next_token_of_piece
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_every_target_counts_alike(pieces: int) -> None:
+    """Of samples with unequally many targets, the mean of the micro-batches' means is another loss; one whose targets
+    are all left out has none."""
+    _, targets = masked(0, 6)
+    logits = torch.randn(6, 16, 256)
+    whole = functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten(), ignore_index=-100)
+    counted = CountedTokens()
+    counted.mean_targets = CountedTokens.targets(targets) / 3
+    length = 16 // pieces
+    losses = [
+        counted(
+            logits[first : first + 2, start : start + length],
+            targets[first : first + 2] if pieces == 1 else TokenTargets(targets[first : first + 2], start),
+        )
+        for first in (0, 2, 4)
+        for start in range(0, 16, length)
+    ]
+    torch.testing.assert_close(torch.stack(losses).sum() / 3, whole)
+    assert len(set(map(int, (targets != -100).sum(1)))) > 2, "as the case needs it"
