@@ -84,6 +84,6 @@ def test_a_mistake_of_the_users_ends_the_run(tmp_path: Path, rendezvous: str) ->
     nodes = Nodes(
         tmp_path, rendezvous, plan, str(tmp_path / "gpt2.json"), steps=2, loss="tests.torchrun.node_rank:failing"
     )
-    with pytest.raises(RunError, match=r"(?s)failed first:.*this loss has a mistake"):
+    with pytest.raises(RunError, match=r"(?s)rank 0 failed first in step 0:.*this loss has a mistake"):
         nodes.start(FIRST, 1).result(WAIT_SECONDS)
     assert not any("step" in line.split()[:1] for line in nodes.lines)
