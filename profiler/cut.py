@@ -245,6 +245,7 @@ def cut_model(
         UnsupportedError: the model does not run on meta tensors, nor on real ones.
         UnknownNameError: a start that the model does not have.
     """
+    _refuse_sparse(model)
     maker = _resized(inputs) if isinstance(inputs, Tensor) else inputs
     refusals: list[UnsupportedError] = []
     if not starts and not keywords and len(maker(1, SHORTEST)) == 1:
@@ -263,6 +264,17 @@ def cut_model(
     from profiler.cut_whole import cut_whole
 
     return cut_whole(model, maker, keywords, refusals, real)
+
+
+def _refuse_sparse(model: nn.Module) -> None:
+    """Gradients are counted, added up and kept as dense tensors."""
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            raise UnsupportedError(
+                f"{name or type(part).__name__!r} asks for sparse gradients.",
+                field="model",
+                mend="write sparse=False.",
+            )
 
 
 SHORTEST = 2

@@ -7,6 +7,7 @@ showed it, as small as it goes.
 import copy
 import json
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -15,12 +16,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.errors import DocumentError, SpecError
+from planner.errors import DocumentError, SpecError, UnsupportedError
 from planner.executor.failure import read_failure, write_failure
 from planner.executor.materialise import materialise
+from planner.executor.runtime import _LossShare
 from planner.search import plan
 from planner.spec import Cluster, parse
 from planner.spec.profile import RecomputeMode
+from profiler import host_random
 from profiler.cut import cut_model
 from profiler.models import load_model
 from profiler.recompute import recompute
@@ -183,3 +186,44 @@ def test_transformers_whose_code_asks_for_more_than_a_stage_has(what: str, tmp_p
         made = build(lambda model, at=index: cut.stage(model, at, at + 1))(*inputs)  # type: ignore[misc]
         inputs = made if isinstance(made, tuple) else (made,)
     torch.testing.assert_close(inputs[0], expected)
+
+
+def drawn_elsewhere() -> nn.Module:
+    """A model whose constructor draws from Python and NumPy."""
+    import numpy as np
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    for each in model:
+        nn.init.constant_(each.weight, random.random() + np.random.rand())  # type: ignore[arg-type]
+    return model
+
+
+def test_constructors_that_draw_from_python_and_numpy() -> None:
+    """Replicas began with other values, and stayed apart without a word."""
+    source = load_model(f"{__name__}:drawn_elsewhere")
+    before = host_random.states()
+    made = [materialise(source, lambda model: model, device=torch.device("cpu"), seed=0) for _ in range(2)]
+    assert before == host_random.states()
+    torch.testing.assert_close(*(list(each.parameters()) for each in made), rtol=0, atol=0)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    """They ended in a traceback, after the planning."""
+    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 8)).to("meta")
+    with pytest.raises(UnsupportedError, match="sparse=False"):
+        cut_model(model, torch.empty(2, 8, dtype=torch.long, device="meta"))
+
+
+NO_LOSSES = {
+    "a number each": lambda output, _: output,
+    "no tensor": lambda output, _: output.mean().item(),
+    "detached": lambda output, _: output.mean().detach(),
+}
+
+
+@pytest.mark.parametrize("what", NO_LOSSES)
+def test_losses_that_are_no_loss_are_told(what: str) -> None:
+    """One without gradients trained nothing, without a word; others ended in tracebacks."""
+    share = _LossShare(NO_LOSSES[what], 2, None)
+    with pytest.raises(UnsupportedError, match=r"loss: returned .* Mend: return the mean"):
+        share(torch.zeros(3, requires_grad=True), torch.zeros(3))
