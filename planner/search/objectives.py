@@ -11,6 +11,8 @@ cost        the least price of a token (J2), over all parts of the cluster. One 
             (J5) first of all comes a plan to beat: parts whose devices divide all are looked into for any plan, the
             best of them is searched, then those with fewer devices, then those with more, as long as each is cheaper
             than the last                                                                           -> _Prices.climbed()
+            (J6) with that plan, what may still be cheaper is bounded again (K11) to (K13); of a part that is entered
+            later only families, ZeRO stages and classes of orders are priced that may           -> _Prices.hold_to()
 devices     the fewest devices whose step meets the deadline, ties by step. Parts come in the order of their devices,
             each searched below the deadline only, those left out that (K10) excludes; the first that has a plan is
             searched to its end                                                                      -> _fewest()
