@@ -11,7 +11,8 @@ anything but the layers themselves is priced, and after.
           the sum of w over all layers, and weights 1 / W(g) as in (D11),
           T >= micro-batches x sum over l of the least w(l, g) / W(g) over g, by sum of c(g) / W(g)    -> part_ticks()
     (U8)  layers are whole and lie in order (`planner.search.filling`): what leaves no windows does not beat the limit;
-          the rest is bounded by that, too, under whichever schedule takes less   -> _Bounding._open(), .of_part()
+          the rest is bounded by that, too, under whichever schedule takes less; asked where most layers
+          differ from all others                                                     -> _Bounding._open(), .of_part()
 
 Columns are bounded one by one: a step ends with the slowest, whatever the others' stage maps would be.
 """
@@ -85,7 +86,8 @@ class _Bounding:
     def least(self, family: Family) -> int:
         """Ticks that no layout beats under gpipe and 1f1b, with exchanges for nothing: equation (U4)."""
         loads = self._loads(family, {})
-        return self._spread_out(loads) if self._open(family, loads, roughly=True) else self.limit
+        is_open = not _differ(loads) or self._open(family, loads, roughly=True)
+        return self._spread_out(loads) if is_open else self.limit
 
     def of_part(self, part: Family) -> int:
         """The same with what the part exchanges, and with whole layers in order: equations (U7) and (U8)."""
@@ -95,6 +97,8 @@ class _Bounding:
             if told >= self.limit * (1 + ROUNDING):
                 return self.limit
         loads = self._loads(part, _exchanges(self.work, part))
+        if not _differ(loads):
+            return self._spread_out(loads)
         fillings = self._open(part, loads)
         bound = self._spread_out(loads) if fillings else self.limit
         if bound >= self.limit:
@@ -142,6 +146,11 @@ class _Bounding:
 
 _Column = tuple[tuple[int, ...], int]
 """Node groups of its pipeline ranks, and its share."""
+
+
+def _differ(loads: Mapping[_Column, Sequence[RankLoad]]) -> bool:
+    """Is (U8) worth its time?"""
+    return next(iter(loads.values()))[0].differs
 
 
 def _least_in_flight(column: _Column) -> list[int]:
@@ -250,10 +259,11 @@ def priced_bound(costs: LayoutCosts, modes: Sequence[LayerModes], limit_ticks: i
         ranks, count, units = [loads[id(rank.layers)] for rank in column.ranks], column.micro_batches, warm_ups(column)
         moved = [column.transfers_behind(rank) for rank in range(len(ranks) - 1)]
         is_gpipe = costs.layout.schedule == "gpipe"
-        filling = Filling.of(ranks, count, units, is_gpipe=is_gpipe, transfers=moved)
-        if not filling.leaves(limit_ticks):
+        filling = Filling.of(ranks, count, units, is_gpipe=is_gpipe, transfers=moved) if ranks[0].differs else None
+        if filling and not filling.leaves(limit_ticks):
             return limit_ticks
-        bound = filling.bound(max(bound, Spread.of(ranks, count, units).bound(limit_ticks)), limit_ticks)
+        bound = max(bound, Spread.of(ranks, count, units).bound(limit_ticks))
+        bound = filling.bound(bound, limit_ticks) if filling else bound
     return bound
 
 

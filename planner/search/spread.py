@@ -62,6 +62,12 @@ class RankLoad:
     boundary_bytes: Floats | None = None
     """Of a micro-batch behind every layer of the model; None: not told."""
 
+    @property
+    def differs(self) -> bool:
+        """Do most layers differ from all others? Layers that are alike can be spread nearly evenly, so that whole ones
+        in their order tell little more."""
+        return self.places is not None and len(self.places) < 2 * len(self.forward)
+
     def with_exchanges(self, in_micro_batch: float, in_step: float) -> RankLoad:
         """With so many ticks more per element."""
         assert self.elements is not None, "elements are known as long as nothing is priced"
