@@ -9,8 +9,9 @@ tensor-parallel ranks, and those that share experts, as near to each other as th
           first chunk, and nothing is known of memory                                                -> _Split.of()
 
     (K10) what is least over all splits, and all d and P, bounds every layout of the part; what is least for one split,
-          d and P, every layout of that family; and of these, (K8) and (K9) tell apart ZeRO stages, and those whose orders
-          recompute and split backwards in one way (`planner.search.order_classes`)         -> PartBounds.least, PartBounds.of_part()
+          d and P, every layout of that family; and of these, (K8) and (K9) tell apart ZeRO stages, and those whose
+          orders recompute and split backwards in one way (`planner.search.order_classes`)
+                                                                              -> PartBounds.least, PartBounds.of_part()
 
 Of parts with the same kinds of devices, these depend on their number alone, so all are bounded at once. Where a plan to
 beat is known, what may still beat it is bounded again by (K11) to (K13) of `planner.search.depth_bounds`, and where

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from planner.cost import TICK_SECONDS, workload
 from planner.cost.nearest import Split
 from planner.search import plan
-from planner.search.order_classes import class_of
+from planner.search.order_classes import SEARCHED, class_of
 from planner.search.orders import Order
 from planner.search.part_bounds import PartBounds
 from planner.search.parts import parts_of
@@ -77,6 +77,18 @@ def test_memory_and_time_bound_what_the_work_does_not() -> None:
         return families[(1, 1, 1, 1, False), 1, 4].min() * TICK_SECONDS
 
     assert seconds(1_100_000) > 1.2 * seconds(30_000_000)
+
+
+def test_layers_that_stand_deep_hold_more() -> None:
+    """Where the first ranks have to recompute, but all ranks together would not, (K13) tells more than (K9)."""
+    model = profile(layer(activation=1_000_000, kept=100_000, modes=("none", "full")) * 16)
+    machines = cluster(4, memory_bytes=11_500_000, intra=link(1e15))
+    (whole,) = parts_of(machines)[-1:]
+    bounds = PartBounds(workload(model, machines, job(64)), [whole])
+    family, searched = ((1, 1, 1, 1, False), 1, 4), (0, SEARCHED)
+    before = bounds.of_part(whole)[family][searched]
+    bounds.raised_to([1.2 * before])
+    assert bounds.of_part(whole)[family][searched] > before
 
 
 @settings(max_examples=5)
