@@ -228,7 +228,8 @@ def _share_context(layer: nn.Module, ranks: int, exchanges: Exchanges, *, parts:
     Args:
         parts: of its piece of the sequence, of which it takes one (sequence parallelism).
     """
-    from profiler.sequence import KeyValues, Pieces, use_lower_right
+    from profiler.lower_right import use_lower_right
+    from profiler.sequence import KeyValues, Pieces
 
     def gather(part: Tensor) -> Tensor:
         whole: Tensor = collectives.Enter.apply(part, ranks, -2)  # type: ignore[no-untyped-call]

@@ -41,7 +41,6 @@ from profiler.cut import LayerCut
 from profiler.float8 import float8_modules, run_in_float8
 from profiler.models import ModelSource
 from profiler.parameters import hidden_matrices
-from profiler.sequence import use_lower_right
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +153,7 @@ def build_rank(
     check_experts(source, mesh.grid.expert, mesh.grid.tensor, sequence_parallel=plan.layout.sequence_parallel)
     stages = {index: _fill_stage(source, layers, fill, device, seed, mesh) for index, layers in mine.items()}
     if pieces.is_split:
-        for stage in stages.values():
-            use_lower_right(stage)
+        _attend_from_pieces(stages.values())
     for stage in stages.values():
         cast_rest(stage, COMPUTE_DTYPE[plan.request.job.precision], buffers=source.config is None)
     tie(list(stages.values()), cut.shared_parameters)
@@ -205,6 +203,13 @@ def build_rank(
         has_first_stage=0 in mine,
         has_last_stage=len(plan.stages) - 1 in mine,
     )
+
+
+def _attend_from_pieces(stages: Iterable[nn.Module]) -> None:
+    from profiler.lower_right import use_lower_right  # with transformers, which other models do without
+
+    for stage in stages:
+        use_lower_right(stage)
 
 
 def _fill_stage(

@@ -138,7 +138,8 @@ def _part(row: Row, start: int, stop: int) -> Row:
 def _alike(one: Row, other: Row, more: int) -> NDArray[np.bool_]:
     """By place: the same action, of so many micro-batches later."""
     is_same: NDArray[np.bool_] = (one.stages == other.stages) & (one.kinds == other.kinds)
-    return is_same & (one.units + more == other.units)
+    is_same &= one.units + more == other.units
+    return is_same
 
 
 def _further_ticks(short: Short, simulation: Simulation, rank: int) -> int:

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.errors import DocumentError, UnsupportedError
 from profiler.count import count, profile
+from profiler.lower_right import use_lower_right
 from profiler.models import ModelSource, load_model
-from profiler.sequence import KeyValues, Pieces, gather_over, use_lower_right
+from profiler.sequence import KeyValues, Pieces, gather_over
 from tests.executor.plans import source_of
 
 B, S, RANKS = 2, 24, 3

@@ -18,8 +18,9 @@ from planner.executor.sequence_parallel import read_once, sequence_plan, share_s
 from planner.executor.sharding import shard_tensors
 from profiler import tensor_parallel
 from profiler.count import count, profile
+from profiler.lower_right import use_lower_right
 from profiler.models import ModelSource, load_model
-from profiler.sequence import KeyValues, Pieces, gather_over, use_lower_right
+from profiler.sequence import KeyValues, Pieces, gather_over
 from profiler.sequence_parallel import SequencePlan, refusal
 
 B, S, HIDDEN = 3, 20, 32
