@@ -177,10 +177,12 @@ def _orders(state: State, one: Open, group: Group) -> Iterator[Open]:
     if not group.is_tight:
         totals = Totals.of(group.costs, allowed_modes(group.costs, state.wish))
         units = _least_held(group.family, group.family.orders)
-        if may_fit(group.costs, totals, units):
-            bound = max(one.bound_ticks, any_order_bound(group.costs, totals, units))
-            yield Open(bound, one.order, replace(group, is_tight=True))
-        return
+        if not may_fit(group.costs, totals, units):
+            return
+        one = replace(one, bound_ticks=max(one.bound_ticks, any_order_bound(group.costs, totals, units)))
+        if state.heap and state.heap[0].bound_ticks < one.bound_ticks:
+            yield replace(one, item=replace(group, is_tight=True))
+            return
     alike: dict[RecomputeWord, list[Order]] = {}
     known: dict[RecomputeWord, tuple[tuple[LayerModes, ...], Totals]] = {}
     for place, order in enumerate(group.family.orders):
