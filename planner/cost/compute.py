@@ -226,7 +226,9 @@ def _launched(operations: tuple[Operation, ...], casting: int) -> int:
 def _launched_backward(one: Operation, casts: Fp8Casts | None) -> int:
     """Kernels of an operation's backward, with those that cast for a linear layer in fp8."""
     has_input, has_weight = computed_gradients(one)
-    kernels = has_input + has_weight if one.kind in PRODUCTS else has_input or has_weight
+    if one.kind not in PRODUCTS:
+        has_input, has_weight = has_input or has_weight, False
+    kernels = has_input + has_weight
     if casts and one.is_linear:
         _, of_input, of_weight = kernels_of(casts)
         kernels += has_input * of_input + has_weight * of_weight

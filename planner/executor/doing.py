@@ -29,3 +29,8 @@ def note_in(path: Path | None) -> None:
     """From here on this process is a rank, and says it in this file too; None: in none."""
     _Rank.note = path
     now("while it started")
+
+
+def forget() -> None:
+    """This process is no rank any more: what its rank said last stays in the file."""
+    _Rank.note, _Rank.doing = None, ""

@@ -47,7 +47,6 @@ def failure_report(rank: int, error: Exception) -> dict[str, Any]:
     return {
         "rank": rank,
         "seconds": time.time(),
-        "doing": doing.current(),
         "kind": type(error).__name__,
         "problems": problems,
         "text": "".join(traceback.format_exception(error)),
@@ -60,7 +59,7 @@ def error_of(report: Mapping[str, Any]) -> PlannerError:
     if report["problems"]:
         kind = getattr(planner.errors, report["kind"], RunError)
         problems = [Problem(**problem) for problem in report["problems"]]
-        if kind is RunError and not any("rank" in problem.message for problem in problems):
+        if kind is RunError and while_doing and not any("rank" in problem.message for problem in problems):
             said = f"rank {report['rank']} failed{while_doing}: {problems[0].message}"
             problems[0] = replace(problems[0], message=said)
         error: PlannerError = kind("", problems=tuple(problems))
@@ -72,8 +71,9 @@ def error_of(report: Mapping[str, Any]) -> PlannerError:
 
 
 def write_failure(folder: Path, rank: int, error: Exception) -> None:
-    """Leave the error for the launcher."""
-    _write_whole(folder / f"rank-{rank}.json", json.dumps(failure_report(rank, error)))
+    """Leave the error of this process, a rank, for the launcher."""
+    report = {**failure_report(rank, error), "doing": doing.current()}
+    _write_whole(folder / f"rank-{rank}.json", json.dumps(report))
 
 
 def doing_path(folder: Path, rank: int) -> Path:

@@ -46,6 +46,8 @@ def last_words(folder: Path | None, rank: int) -> Iterator[None]:
             Path(path).write_text(json.dumps(_for_torchrun(rank, said)), encoding="utf-8")
             sys.exit(1)  # without the traceback, which the summary shows
         raise
+    finally:
+        doing.forget()
 
 
 def _error_of(error: BaseException, rank: int) -> Exception | None:

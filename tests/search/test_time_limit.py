@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from planner.search import Callbacks, inside, objectives, planning, result, rivals, sensitivity, solve, state
+from planner.search import Callbacks, contenders, inside, planning, result, rivals, sensitivity, solve, state
 from planner.search.result import AFTERWARDS_SECONDS
 from planner.spec import Plan
 from planner.validate import check
@@ -17,7 +17,7 @@ from tests.search.test_search import CLUSTER, rugged, timeless
 
 WORK_SECONDS = 0.05
 """That taking up a part of the space, searching a layout and simulating a step last."""
-MODULES = (objectives, planning, result, solve, state)
+MODULES = (contenders, planning, result, solve, state)
 
 
 class Clock:
