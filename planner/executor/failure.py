@@ -47,6 +47,7 @@ def failure_report(rank: int, error: Exception) -> dict[str, Any]:
     return {
         "rank": rank,
         "seconds": time.time(),
+        "doing": doing.current(),
         "kind": type(error).__name__,
         "problems": problems,
         "text": "".join(traceback.format_exception(error)),
@@ -71,9 +72,8 @@ def error_of(report: Mapping[str, Any]) -> PlannerError:
 
 
 def write_failure(folder: Path, rank: int, error: Exception) -> None:
-    """Leave the error of this process, a rank, for the launcher."""
-    report = {**failure_report(rank, error), "doing": doing.current()}
-    _write_whole(folder / f"rank-{rank}.json", json.dumps(report))
+    """Leave the error for the launcher."""
+    _write_whole(folder / f"rank-{rank}.json", json.dumps(failure_report(rank, error)))
 
 
 def doing_path(folder: Path, rank: int) -> Path:

@@ -20,6 +20,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from planner.errors import DocumentError, MismatchError, PlannerError, RunError
 from planner.executor import agreement as agreement_module
+from planner.executor import doing
 from planner.executor.agent import explain
 from planner.executor.agreement import Agreement
 from planner.executor.journal import Journal
@@ -358,6 +359,7 @@ def test_nodes_wait_at_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
         wait_for(lambda: first.num_nodes_waiting() > 0)
         again = [pool.submit(first.next_rendezvous), late]
         assert {each.result(WAIT_SECONDS).world_size for each in again} == {2}
+    doing.forget()  # this process is no rank, whatever other tests ran in it
     board.end(0, RunError("cannot go on.", field="loss"))
     with pytest.raises(RunError, match="loss: cannot go on") as refused:
         second.next_rendezvous()
