@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -138,37 +137,36 @@ def _crossing(source: ModelSource, micro_batch_size: int) -> list[torch.Tensor]:
 
 
 class Turns:
-    """Times steps of several kinds, one after the other, round by round."""
+    """Seconds of single steps of several kinds, each on its slowest rank."""
 
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
+    def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {}
-        """By kind: the median step of every round, on the slowest rank."""
+        """By kind: of every step but the first, which warms up."""
         self.losses: dict[str, float] = {}
         """By kind: of the first step."""
 
     def time(self, kind: str, step: Step, *, alone: bool = False) -> None:
-        """One round; a collective call of all ranks. `alone`: on rank 0, with all cores, while the others wait."""
+        """One step; a collective call of all ranks. `alone`: on rank 0, with all cores, while the others wait."""
         works = not alone or dist.get_rank() == 0
         threads = torch.get_num_threads()
         if alone:
             torch.set_num_threads(available_cores())
-        seconds = [self._once(kind, step, works, alone) for _ in range(self._steps)]
-        torch.set_num_threads(threads)
-        if kind not in self.seconds:
-            self.seconds[kind] = []  # the first round warms up
-        else:
-            self.seconds[kind].append(statistics.median(seconds))
-
-    def _once(self, kind: str, step: Step, works: bool, alone: bool) -> float:
         dist.barrier()
         begun = time.perf_counter()
         loss = step() if works else None
         seconds = torch.tensor([time.perf_counter() - begun])
+        torch.set_num_threads(threads)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         if kind not in self.losses:
             self.losses[kind] = _mean(loss)
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-        return float(seconds)
+        self.count(kind, float(seconds))
+
+    def count(self, kind: str, seconds: float) -> None:
+        """One more step of a kind."""
+        if kind in self.seconds:
+            self.seconds[kind].append(seconds)
+        else:
+            self.seconds[kind] = []
 
 
 def _mean(loss: torch.Tensor | None) -> float:
@@ -181,25 +179,24 @@ def _mean(loss: torch.Tensor | None) -> float:
 def compare(plan: Plan, source: ModelSource, rounds: int, steps: int) -> dict[str, Any]:
     """Seconds and first losses of the three kinds, on one plan."""
     executor = Executor(plan, source, data="synthetic", seed=0, learning_rate=LEARNING_RATE, device="cpu")
-    by_hand, turns = Handwritten(plan, source), Turns(steps)
+    by_hand, turns = Handwritten(plan, source), Turns()
     single = OneProcess(plan, source) if dist.get_rank() == 0 else None
-    ours: list[float] = []
-    for number in range(rounds + 1):
-        kinds: tuple[Callable[[], None], ...] = (
-            lambda: ours.append(_ours(executor, turns, steps)),
-            lambda: turns.time("stock", by_hand.step),
-        )
+    kinds: tuple[Callable[[], None], ...] = (
+        lambda: _ours(executor, turns),
+        lambda: turns.time("stock", by_hand.step),
+    )
+    for number in range(rounds * steps + 1):
         for kind in kinds if number % 2 else reversed(kinds):  # neither always comes after the single process
             kind()
-        turns.time("one process", single.step if single is not None else _nothing, alone=True)
-    return {"seconds": turns.seconds | {"ours": ours[1:]}, "losses": turns.losses}
+        if number % steps == 0:
+            turns.time("one process", single.step if single is not None else _nothing, alone=True)
+    return {"seconds": turns.seconds, "losses": turns.losses}
 
 
-def _ours(executor: Executor, turns: Turns, steps: int) -> float:
-    """Median seconds of our steps."""
-    measured = executor.train(steps)
+def _ours(executor: Executor, turns: Turns) -> None:
+    measured = executor.train(1)
     turns.losses.setdefault("ours", measured.losses[0])
-    return statistics.median(measured.step_seconds)
+    turns.count("ours", measured.step_seconds[0])
 
 
 def _nothing() -> None:
