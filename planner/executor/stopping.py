@@ -6,6 +6,9 @@ so: what was kept before stays.
 
 A rank that waits for another inside of a collective runs no Python until that is over, not even a signal's handler. So
 the grace is counted by a thread, which the interpreter's own C handler wakes (`signal.set_wakeup_fd`).
+
+All that is this process' own: one that the user's code forks (a worker of his data) is ended by SIGTERM like any other,
+and does not wake its parent's thread.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ class StopRequest:
         self._patience_seconds = grace_seconds - min(SPARED_SECONDS, grace_seconds / 5)
         self._wakes: tuple[socket.socket, socket.socket] | None = None
         self._woken_before = -1
+        self._is_within = False
 
     def __call__(self) -> bool:
         """Was this process told to stop?"""
@@ -53,16 +57,41 @@ class StopRequest:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self._note)
+            self._is_within = True
+            self._keep_from_children()
             if self._too_late is not None:
                 self._count_grace()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._before is None:
+        self._let_go()
+        if self._wakes is not None:
+            self._wakes[1].close()  # which ends the thread
+
+    def _keep_from_children(self) -> None:
+        """A child that is ended at once must not meet the handler first: SIGTERM waits while processes are forked."""
+        os.register_at_fork(  # for good, so all three look whether the block was left
+            before=lambda: self._block(signal.SIG_BLOCK),
+            after_in_parent=lambda: self._block(signal.SIG_UNBLOCK),
+            after_in_child=self._become_child,
+        )
+
+    def _block(self, how: int) -> None:
+        if self._is_within:
+            signal.pthread_sigmask(how, {signal.SIGTERM})
+
+    def _become_child(self) -> None:
+        if self._is_within:
+            self._let_go()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+    def _let_go(self) -> None:
+        """Have signals do what they did before."""
+        if not self._is_within:
             return
+        self._is_within = False
         if self._wakes is not None:
             signal.set_wakeup_fd(self._woken_before)
-            self._wakes[1].close()  # which ends the thread
         signal.signal(signal.SIGTERM, self._before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -73,3 +73,19 @@ def test_the_launcher_tells_what_is_kept(tmp_path: Path) -> None:
     assert read_late(notes, seconds=-1) is None, "word of another time"
     write_stopped(notes, 5, checkpoints / "step-00000005")
     assert "did after 5 steps" in str(read_stopped(notes))
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # this process has threads
+def test_children_of_the_user_are_ended_by_sigterm() -> None:
+    """They neither note it instead, nor wake the thread of the rank, which would leave as if it had been told to."""
+    late: list[bool] = []
+    with StopRequest(GRACE_SECONDS, lambda: late.append(True)) as asked:
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        time.sleep(GRACE_SECONDS)
+        assert not asked()
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
+    assert late == []
