@@ -82,6 +82,8 @@ class Unit:
         self.unfilled = len(self.spans)
         """Gradients that the backward at hand has not filled yet."""
         self.is_gathered = True
+        """Or on its way: `gather` waits for it."""
+        self._gathering: dist.Work | None = None
         self._own_shard = False
 
     def pieces(self) -> Iterator[Piece]:
@@ -123,17 +125,28 @@ class Unit:
         for span in self.spans:
             span.parameter.grad = with_local(span.parameter, self._view(self.full_gradient, span))
 
-    def gather(self) -> None:
-        """Make all values again, from all ranks."""
+    def start_gather(self) -> None:
+        """Begin to make all values again, from all ranks; they are not to be read before `gather`."""
         if not self.is_gathered:
             self.full.untyped_storage().resize_(self.full.nbytes)
-            all_gather(self.full, self.shard, group=self.group)
+            self._gathering = all_gather(self.full, self.shard, group=self.group, async_op=True)
             self.is_gathered = True
+
+    def gather(self) -> None:
+        """Have all values."""
+        self.start_gather()
+        self._wait()
 
     def free(self) -> None:
         """Free all values but this rank's."""
+        self._wait()
         self.full.untyped_storage().resize_(0)
         self.is_gathered = False
+
+    def _wait(self) -> None:
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
 
     def publish(self) -> dist.Work | None:
         """Send this rank's values, which have changed, to all; where they are kept apart, `gather` will."""

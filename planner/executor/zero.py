@@ -4,7 +4,7 @@
                updates its part of the parameters, which all gather afterwards
     stage 2    gradients are reduce-scattered layer by layer in the backward of every micro-batch; a rank keeps its part
     stage 3    likewise; and of the parameters too a rank keeps its part. A layer's are gathered before it runs, and
-               again before its backward reads them; those of the two layers that were read last are held
+               again before its backward reads them (`planner.executor.gathered`)
     hybrid     any of them within a group of replicas, of which there are several: each rank adds its part of the
                gradients to those of the other groups, by an all-reduce, once in a step and as soon as it is whole
 
@@ -13,10 +13,8 @@ Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Tri
 3.2 and 3.4. The memory is that of the cost model, (M1) and (M3).
 
 torch's own FSDP2 is not used: in a pipeline it keeps parameters and gradients of a whole stage until the step's end,
-it has no stage 1, and its hooks do not see a backward that is split into input and weight gradients. Here it is
-autograd itself that asks for parameters: a forward hands what it saves through `saved_tensors_hooks`, and whatever
-reads a saved parameter in I, W or B has it gathered. What is gathered and reduced goes in the same order on all
-replicas, whatever each one's samples make it compute: reductions follow the layers, last one first.
+it has no stage 1, and its hooks do not see a backward that is split into input and weight gradients. What is reduced
+goes in the same order on all replicas, whatever each one's samples make it compute: as the layers, last one first.
 """
 
 from __future__ import annotations
@@ -25,22 +23,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from planner.executor.flat import Unit, reduce_scatter
+from planner.executor.gathered import GatheredLayers, Units
 from planner.executor.mesh import Sharers
 from planner.executor.sharding import local
 from planner.executor.stored_pieces import StoredPiece
 from profiler.cut import LayerCut, Recompute
-
-GATHERED_LAYERS = 2
-"""Of which stage 3 holds all parameters: one that computes and one before or behind it, equation (M3)."""
-
-Units = tuple[Unit, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +70,9 @@ class ZeroShards:
         self._units = tuple(dict.fromkeys(held.values()))
         self._pieces = {piece.span.name: piece for unit in self._units if unit.is_trained for piece in unit.pieces()}
         self._gradients = _Scattered(self._units, [layer.stage for layer in layers], at_once=level == 1)
-        self._parameters = _Gathered() if level == 3 else None
+        self._parameters = GatheredLayers() if level == 3 else None
         if self._parameters is not None:
-            for layer in layers:
-                needs = tuple(dict.fromkeys(held[id(parameter)] for parameter in layer.named.values()))
-                self._parameters.attach(layer, needs)
+            _attach(self._parameters, layers, held)
         self._trained: dict[str, torch.Tensor] = {}
 
     def pieces(self) -> dict[str, torch.Tensor]:
@@ -200,80 +191,6 @@ class ZeroShards:
         self._gradients.finish()
 
 
-class _Gathered:
-    """Parameters of the layers that were used last."""
-
-    def __init__(self) -> None:
-        self._recent: list[Units] = []
-        self._current: Units = ()
-        self._recomputing: set[Units] = set()
-        self._users: dict[int, Units] = {}
-        """Who uses the storage at this address."""
-
-    def attach(self, layer: LayerParameters, needs: Units) -> None:
-        """Gather before each part of the layer runs."""
-        if layer.recomputes:
-            self._recomputing.add(needs)
-        for part in layer.parts:
-            part.register_forward_pre_hook(partial(self._enter, needs))
-
-    def forget(self) -> None:
-        """Nothing is gathered any more."""
-        self._recent.clear()
-        self._users.clear()
-
-    def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Within, what autograd saves is gathered before it is read."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-
-    def _enter(self, needs: Units, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        self._current = needs
-        self._use(needs)
-
-    def _use(self, needs: Units) -> None:
-        if not needs or (self._recent and self._recent[-1] is needs):
-            return
-        self._recent = [*(each for each in self._recent if each is not needs), needs]
-        while len(self._recent) > GATHERED_LAYERS:
-            self._drop(self._recent.pop(0))
-        for unit in needs:
-            unit.gather()
-            self._users[_address(unit.full)] = needs
-
-    def _drop(self, needs: Units) -> None:
-        held = {unit for each in self._recent for unit in each}
-        for unit in needs:
-            if unit not in held:
-                del self._users[_address(unit.full)]
-                unit.free()
-
-    def _pack(self, tensor: torch.Tensor) -> _Saved:
-        # Without its graph: an operation that saves its own output would never be freed.
-        kept = tensor.detach()
-        needs = self._users.get(_address(local(kept)))
-        if needs is not None:
-            return _Saved(kept, needs, None)
-        # A layer that recomputes reads what it has saved before it reads parameters.
-        return _Saved(kept, self._current if self._current in self._recomputing else (), kept._version)
-
-    def _unpack(self, saved: _Saved) -> torch.Tensor:
-        if saved.version is not None and saved.tensor._version != saved.version:
-            # autograd itself compares versions only of what no hook has packed.
-            raise RuntimeError("a tensor that the backward needs has been changed in place after it was saved.")
-        if saved.needs:
-            self._use(saved.needs)
-        return saved.tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Saved:
-    tensor: torch.Tensor
-    needs: Units
-    """To be gathered before the tensor is used."""
-    version: int | None
-    """Of the tensor when it was saved; None: of a parameter, whose storage comes and goes."""
-
-
 class _Scattered:
     """Reduce-scatters gradients, at most one unit's at a time in the background; whole sums, then over the copies.
 
@@ -377,6 +294,18 @@ class _Scattered:
             self._summing[unit] = unit.sum_copies()
 
 
+def _attach(parameters: GatheredLayers, layers: Iterable[LayerParameters], held: Mapping[int, Unit]) -> None:
+    """Have every layer gathered when it is reached, beside the one before it in its stage."""
+    orders: dict[int, list[Units]] = {}
+    for layer in layers:
+        needs = tuple(dict.fromkeys(held[id(parameter)] for parameter in layer.named.values()))
+        parameters.attach(layer.parts, needs, recomputes=layer.recomputes)
+        if needs:
+            orders.setdefault(layer.stage, []).append(needs)
+    for order in orders.values():
+        parameters.follow(order)
+
+
 def _units(
     layers: Sequence[LayerParameters],
     sharers_of: Callable[[nn.Parameter], Sharers],
@@ -420,9 +349,3 @@ def layers_of(
         named = {name: each for name, each in parameters.items() if name in layer.parameters or name.startswith(below)}
         parts = tuple(cut.parts(module, index).values())
         yield LayerParameters(stage, parts, named, recompute.get(index, "none") != "none")
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """Of the storage; 0 for tensors that wrap others, such as what a collective will have returned."""
-    is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
-    return tensor.untyped_storage().data_ptr() if is_plain else 0

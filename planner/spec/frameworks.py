@@ -123,7 +123,7 @@ class Framework:
     overlaps_gathers: bool = False
     """ZeRO 1 and 2: updated parameters are gathered beside the next forward; ZeRO 2 and 3: what every micro-batch
     scatters and gathers goes beside the compute of another layer (FSDP2's implicit prefetch). `planner.executor`
-    gathers a layer when it is reached."""
+    does the latter too, but no measured run says yet what that hides."""
     whole_tensors: int = 0
     """ZeRO 1 and 2 share out whole parameters, so many per layer, and each of their owners in turn sends its own to all
     others; 0: parameters are cut into equal shards, which one collective gathers."""

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import HashStore
 
-from planner.executor import zero
 from planner.executor.flat import Unit
+from planner.executor.gathered import HELD_LAYERS
 from planner.executor.mesh import Sharers
 from planner.executor.zero import LayerParameters, ZeroShards
 from profiler.recompute import recompute
@@ -96,7 +96,7 @@ def test_stage_three_holds_two_layers(group: dist.ProcessGroup) -> None:
         layer[0].register_full_backward_hook(count)
     assert all(layer[0].weight.untyped_storage().size() == 0 for layer in model)
     _backward(shards, model, torch.randn(3, WIDTH, requires_grad=True))
-    assert max(held) == zero.GATHERED_LAYERS
+    assert max(held) == HELD_LAYERS
     assert len(held) == 2 * LAYERS
     assert max(waiting) <= 1
     shards.publish()
@@ -214,23 +214,35 @@ def test_pieces_of_all_ranks_are_the_parameters(ranks: int) -> None:
     assert seen == {name: list(range(named[name].numel())) for name in shapes}
 
 
-def test_a_layer_is_gathered_when_it_is_reached(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None is gathered ahead, in the forward or in the backward: so the cost model hides nothing of it (T6)."""
+def test_layers_are_gathered_ahead(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the layer in front of them computes; in a backward, once a first one has told who needs its parameters."""
     model, told = _model(), list[str]()
     shards = _sharded(model, 3, group)
-    whole = Unit.gather
+    start = Unit.start_gather
 
-    def gather(unit: Unit) -> None:
+    def start_gather(unit: Unit) -> None:
         if not unit.is_gathered:
             told.append(f"gather {unit.spans[0].name[0]}")
-        whole(unit)
+        start(unit)
 
-    monkeypatch.setattr(Unit, "gather", gather)
+    monkeypatch.setattr(Unit, "start_gather", start_gather)
     for index, layer in enumerate(model):
         layer.register_forward_pre_hook(lambda *_, index=index: told.append(f"run {index}"))
         layer.register_full_backward_hook(lambda *_, index=index: told.append(f"done {index}"))
-    _backward(shards, model, torch.randn(3, WIDTH, requires_grad=True))
-    forward = [f"{what} {index}" for index in range(LAYERS) for what in ("gather", "run")]
-    held = [f"done {index}" for index in (LAYERS - 1, LAYERS - 2)]
-    backward = [f"{what} {index}" for index in reversed(range(LAYERS - 2)) for what in ("gather", "done")]
-    assert told == [*forward, *held, *backward]
+    for _ in range(2):
+        _backward(shards, model, torch.randn(3, WIDTH, requires_grad=True))
+    ahead = "gather 2, run 1, gather 3, run 2, gather 4, run 3, run 4"
+    assert ", ".join(told) == (
+        f"gather 0, gather 1, run 0, {ahead}, done 4, done 3, gather 2, done 2, gather 1, done 1, gather 0, done 0, "
+        f"run 0, {ahead}, done 4, gather 2, done 3, gather 1, done 2, gather 0, done 1, done 0"
+    )
+
+
+def test_what_no_backward_reads_is_not_gathered_for_it(group: dist.ProcessGroup) -> None:
+    """An embedding's gradient needs no values of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(WIDTH, WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    shards = _sharded(model, 3, group)
+    for _ in range(3):
+        _backward(shards, model, torch.arange(WIDTH))
+        assert model[0].weight.untyped_storage().size() == 0
