@@ -13,6 +13,7 @@ from functools import cached_property
 from multiprocessing import get_context
 
 from planner.cli.replan import NodeReplanner, by_search, by_service
+from planner.executor.orphans import end_with_parent
 from planner.executor.roster import Roster
 from planner.executor.weigh import Rebalanced
 from planner.spec import Infeasible, Plan, read
@@ -100,4 +101,5 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     sys.exit(main())

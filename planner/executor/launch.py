@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.errors import DocumentError, LayoutError, RunError, UnsupportedError
+from planner.errors import DocumentError, LayoutError, RunError, StoppedError, UnsupportedError
 from planner.executor.checkpoint_folder import check_policy
 from planner.executor.elastic import Elastic, ElasticPolicy
 from planner.executor.failure import read_failure
@@ -23,7 +23,7 @@ from planner.executor.settings import (
     RunSettings,
 )
 from planner.executor.support import check_plan
-from planner.executor.torchrun import Log, Torchrun, grace, started
+from planner.executor.torchrun import RESUME, Log, Torchrun, grace, passing_on, started, stoppable
 from planner.spec.job import Precision
 from planner.spec.measured import MeasuredRun
 from planner.spec.plan import Plan
@@ -102,7 +102,7 @@ def run_plan(
     check_plan(plan)
     _check_one_node(plan)
     _check_model(plan, model)
-    with tempfile.TemporaryDirectory(prefix="planner-run-") as name:
+    with stoppable(), tempfile.TemporaryDirectory(prefix="planner-run-") as name:
         folder = Path(name)
         path = Path(plan_path) if plan_path is not None else _write_plan(plan, folder)
         expected = _reference(path, settings, min(reference_steps, steps), plan, log) if reference_steps else ()
@@ -253,9 +253,11 @@ def _reference(path: Path, settings: RunSettings, steps: int, plan: Plan, log: L
         command += ["--reference-steps", str(steps), "--failures", name]
         # Threads that spin while they wait take the core from one that works, where cores are shared.
         environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-        with started(command, environment, folder / "stderr.txt") as process:
+        with started(command, environment, folder / "stderr.txt") as process, passing_on(process) as signals:
             assert process.stdout is not None
             text = process.stdout.read()
+        if signals:
+            raise StoppedError("the run was told to stop (SIGTERM), before its first step.", mend=RESUME)
         if process.returncode != 0:
             raise read_failure(folder, (folder / "stderr.txt").read_text(encoding="utf-8", errors="replace"))
     return tuple(json.loads(text))

@@ -128,10 +128,12 @@ def run_node(
     steps: list[int] = []
 
     def on_line(text: str) -> None:
-        step = StepLine.parse(text)
+        said, step = StepLine.split(text)
+        if said or step is None:
+            log(said)
         if step is not None:
             steps.append(step.step)
-        log(text.rstrip("\n") if step is None else str(step))
+            log(str(step))
 
     with tempfile.TemporaryDirectory(prefix="planner-node-") as name:
         folder = Path(name)
@@ -139,8 +141,9 @@ def run_node(
         command = _agent(folder, settings, policy, metrics)
         mine = Roster.of_nodes([(policy.devices, policy.group)])
         log(f"run {policy.run_id}: {mine} takes part; the one of rank 0 tells of the steps")
+        variables = environment(plan, policy.devices) | grace(settings)
         with (
-            started(command, environment(plan, policy.devices) | grace(settings), folder / "stderr.txt") as process,
+            started(command, variables, folder / "stderr.txt", log) as process,
             passing_on(process) as signals,
         ):
             assert process.stdout is not None

@@ -23,6 +23,7 @@ from planner.executor.failure import write_failure
 from planner.executor.loss import CountedTokens, load_loss
 from planner.executor.materialise import materialise
 from planner.executor.optimizer import COMPUTE_DTYPE, MASTER_COPY, hidden_of, make_optimizer
+from planner.executor.orphans import end_with_parent
 from planner.executor.runtime import Loss
 from planner.executor.settings import DEFAULT_LEARNING_RATE, RunSettings
 from planner.executor.streams import RandomStreams
@@ -197,4 +198,5 @@ def _losses(options: argparse.Namespace) -> list[float]:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     sys.exit(main())

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from planner.errors import DocumentError, PlannerError
+from planner.errors import DocumentError, PlannerError, StoppedError
 from planner.executor.failure import STOPPED_NOTE, killed_ranks, read_failure, read_stopped
 from planner.executor.settings import RunSettings
 from planner.spec.document import read
@@ -26,6 +26,9 @@ from planner.spec.plan import Plan
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 """Whole seconds; torch knows it from 2.13 on, and takes 30 before."""
+RESUME = "start it again; with --resume where checkpoints are kept."
+BEGIN = '{"step": '
+"""Of every line that tells of a step."""
 Log = Callable[[str], None]
 
 
@@ -45,13 +48,15 @@ class StepLine:
     """By data-parallel rank."""
 
     @classmethod
-    def parse(cls, line: str) -> StepLine | None:
-        """None: something else that a worker printed."""
+    def split(cls, line: str) -> tuple[str, StepLine | None]:
+        """What a worker printed, and the step that it told behind it, where the user's code ended no line before."""
+        text = line.rstrip("\n")
+        before, mark, rest = text.partition(BEGIN)
         try:
-            found: dict[str, Any] = json.loads(line)
-            return cls(**found)
+            found: dict[str, Any] = json.loads(mark + rest)
+            return before, cls(**found)
         except (ValueError, TypeError):
-            return None
+            return text, None
 
     def __str__(self) -> str:
         scale = "" if self.loss_scale is None else f"  loss scale {self.loss_scale:g}"
@@ -100,7 +105,14 @@ class Torchrun:
     ) -> None:
         self._folder = folder
         self._output = folder / "measured.json"
-        self._command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        self._command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--log-dir",
+            str(folder / "logs"),
+        ]
         self._command += [f"--nproc-per-node={len(plan.placement)}", "-m", "planner.executor.worker", str(path)]
         self._command += [*settings.to_arguments(), "--output", str(self._output), "--failures", str(folder)]
         if metrics is not None:
@@ -118,14 +130,14 @@ class Torchrun:
             log: takes what the ranks print besides.
         """
         stderr = self._folder / "stderr.txt"
-        with started(self._command, self._environment, stderr) as process, passing_on(process) as signals:
+        with started(self._command, self._environment, stderr, log) as process, passing_on(process) as signals:
             self._process = process
             assert process.stdout is not None
             for line in process.stdout:
-                step = StepLine.parse(line)
-                if step is None:
-                    log(line.rstrip("\n"))
-                else:
+                said, step = StepLine.split(line)
+                if said or step is None:
+                    log(said)
+                if step is not None:
                     on_step(step)
         return self._ended(process.returncode, by_signal=bool(signals))
 
@@ -145,37 +157,99 @@ class Torchrun:
 
 
 @contextmanager
-def started(command: list[str], variables: dict[str, str], stderr: Path) -> Iterator[subprocess.Popen[str]]:
-    """A running child whose end is awaited; interrupted, it is told to stop, and torchrun stops its workers."""
+def started(
+    command: list[str], variables: dict[str, str], stderr: Path, log: Log = lambda line: None
+) -> Iterator[subprocess.Popen[str]]:
+    """A running child whose end is awaited, whatever happens within: then it is told to stop, and torchrun stops its
+    ranks.
+
+    It has a session of its own: Ctrl-C in a terminal would reach it too, and torchrun, told twice, leaves its ranks
+    behind.
+
+    Args:
+        log: takes word of a wait after Ctrl-C.
+    """
     with (
         stderr.open("w", encoding="utf-8") as errors,
-        subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+        subprocess.Popen(
+            command,
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            encoding="utf-8",
+            errors="replace",  # the user's code prints what it likes
+            start_new_session=True,
+        ) as process,
     ):
         try:
             yield process
-        except BaseException:
-            process.terminate()
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                log("interrupted: waiting for the ranks to leave; Ctrl-C again kills them")
+            _end(process)
             raise
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Stop a child, and wait until it has left, for Popen does not after Ctrl-C; a second one kills it."""
+    process.terminate()
+    try:
+        assert process.stdout is not None
+        process.stdout.read()
+        process.wait()
+    except KeyboardInterrupt:
+        process.kill()  # its ranks end with it: see planner.executor.orphans
+        raise
 
 
 @contextmanager
 def passing_on(process: subprocess.Popen[str]) -> Iterator[list[int]]:
-    """Within, SIGTERM goes to the child, whose ranks may want to keep what they have; yields the signals passed on."""
+    """Within, SIGTERM goes to the child, whose ranks may want to keep what they have; so does the end of the terminal
+    (SIGHUP). Yields the signals passed on."""
     passed: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         passed.append(number)
         process.terminate()
 
-    if threading.current_thread() is not threading.main_thread():
-        yield passed
-        return
-    before = signal.signal(signal.SIGTERM, pass_on)
-    try:
+    with handling(pass_on):
         yield passed
         process.wait()
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Within, SIGTERM and SIGHUP raise, so that nothing is left lying about; while a child runs, it gets them instead.
+
+    Raises:
+        StoppedError: the signal came.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise StoppedError(
+            f"the run was told to stop ({signal.Signals(number).name}), between two launches.", mend=RESUME
+        )
+
+    with handling(stop):
+        yield
+
+
+@contextmanager
+def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Within, the signals that end a run are handled so; only the main thread can do it. SIGHUP stays ignored where it
+    is, as nohup has it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, old in before.items():
+        if old != signal.SIG_IGN:
+            signal.signal(number, handler)
+    try:
+        yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 def environment(plan: Plan, ranks: int | None = None) -> dict[str, str]:
@@ -189,7 +263,9 @@ def environment(plan: Plan, ranks: int | None = None) -> dict[str, str]:
     if threads is None:
         threads = str(max(1, len(os.sched_getaffinity(0)) // (ranks or len(plan.placement))))
     # Threads that spin while they wait take the core from one that works, where cores are shared.
-    return {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "OMP_NUM_THREADS": threads}
+    # What a cluster's operator tells its own torchrun (PET_NNODES, PET_MAX_RESTARTS) is not for this one.
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
+    return {"OMP_WAIT_POLICY": "PASSIVE", **outer, "OMP_NUM_THREADS": threads}
 
 
 def grace(settings: RunSettings) -> dict[str, str]:
@@ -199,7 +275,7 @@ def grace(settings: RunSettings) -> dict[str, str]:
 
 def visible(devices: Sequence[int] | None, outer: str | None) -> dict[str, str]:
     """The variable that shows the ranks these devices only, of those that this process sees itself."""
-    if devices is None:
+    if devices is None or outer == "":  # shows none: the ranks run on the CPU
         return {}
     seen = range(max(devices) + 1) if outer is None else outer.split(",")
     if max(devices) >= len(seen):

@@ -16,6 +16,7 @@ from planner.executor.checkpoint_folder import final_path
 from planner.executor.doing import now
 from planner.executor.failure import write_stopped
 from planner.executor.last_words import last_words
+from planner.executor.orphans import end_with_parent
 from planner.executor.settings import RunSettings
 from planner.executor.stopping import STOPPED, leaving_in_time
 from planner.spec.plan import Plan
@@ -87,4 +88,5 @@ def print_step(metrics: Metrics) -> None:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     sys.exit(main())
