@@ -183,39 +183,52 @@ class _UserData:
         ]
 
     def __call__(self, start: int, stop: int) -> Batch:
+        call = f"{self._name}({start}, {stop})"
         try:
-            inputs, targets = self._function(start, stop)
+            answer = self._function(start, stop)
         except PlannerError:
             raise
         except Exception as error:
             raise DocumentError(
-                f"{self._name}({start}, {stop}) failed: {type(error).__name__}: {error}.",
+                f"{call} failed: {type(error).__name__}: {error}.",
                 field="data",
                 mend="return (inputs, targets) of the samples start..stop-1.",
             ) from error
-        inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-        if len(inputs) != self._inputs:
-            raise DocumentError(
-                f"{self._name}({start}, {stop}) returned {len(inputs)} inputs, the model takes {self._inputs}.",
-                field="data",
-                mend="return (inputs, targets), inputs a tensor or a tuple of all that the model takes.",
-            )
+        inputs, targets = self._parts(answer, call)
         for role, value in (*(("inputs", each) for each in inputs), ("targets", targets)):
-            if not isinstance(value, torch.Tensor) or len(value) != stop - start:
+            if not _is_batch(value, stop - start):
                 raise DocumentError(
-                    f"{self._name}({start}, {stop}) returned {role} that are not a tensor of {stop - start} samples.",
+                    f"{call} returned {role} that are not a tensor of {stop - start} samples, but {_told(value)}.",
                     field="data",
                     mend="return (inputs, targets), samples along dimension 0.",
                 )
         for value, (kind, shape) in zip(inputs, self._samples, strict=True):
-            self._check_sample(value, kind, shape, f"{self._name}({start}, {stop})")
-        return inputs, targets
+            self._check_sample(value, kind, shape, call)
+        # Embeddings take no smaller whole numbers than int32, losses none than int64.
+        return tuple(each.long() if _is_whole(each) else each for each in inputs), targets
+
+    def _parts(self, answer: Any, call: str) -> tuple[tuple[Any, ...], Any]:
+        """What the user's callable returned, as inputs and targets."""
+        if not isinstance(answer, tuple | list) or len(answer) != 2:
+            raise DocumentError(
+                f"{call} returned {_told(answer)}, not (inputs, targets).",
+                field="data",
+                mend="return (inputs, targets), inputs a tensor or a tuple of all that the model takes.",
+            )
+        inputs, targets = answer
+        found = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+        if len(found) != self._inputs:
+            raise DocumentError(
+                f"{call} returned {len(found)} inputs, the model takes {self._inputs}.",
+                field="data",
+                mend="return (inputs, targets), inputs a tensor or a tuple of all that the model takes.",
+            )
+        return found, targets
 
     @staticmethod
     def _check_sample(value: torch.Tensor, kind: str, shape: tuple[int, ...], call: str) -> None:
         """Stages send tensors of the sizes that were planned."""
-        is_whole = not (value.is_floating_point() or value.is_complex())
-        if tuple(value.shape[1:]) != shape or is_whole != (kind in ("tokens", "indices")):
+        if tuple(value.shape[1:]) != shape or _is_whole(value) != (kind in ("tokens", "indices")):
             wanted = "whole numbers" if kind in ("tokens", "indices") else "floating-point numbers"
             raise DocumentError(
                 f"{call} returned samples of shape {tuple(value.shape[1:])} and type {value.dtype}, not {wanted} of "
@@ -223,6 +236,26 @@ class _UserData:
                 field="data",
                 mend="pad or cut sequences to the job's sequence_length; else profile the model with such inputs.",
             )
+
+
+def _is_batch(value: Any, samples: int) -> bool:
+    """Is it so many samples, in a tensor that steps can be cut out of?"""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return False
+    return value.dim() > 0 and len(value) == samples
+
+
+def _is_whole(value: torch.Tensor) -> bool:
+    return not (value.is_floating_point() or value.is_complex())
+
+
+def _told(value: Any) -> str:
+    """What it is, in words."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}, type {value.dtype} and layout {value.layout}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"an object of type {type(value).__name__}"
 
 
 def _stdlib_sources() -> bytes:

@@ -39,13 +39,14 @@ def next_token(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         tokens: (samples, tokens), the model's own inputs.
     """
     # Shifting the targets rather than the logits saves a copy of the largest tensor of the model.
-    targets = functional.pad(tokens[:, 1:], (0, 1), value=IGNORED)
+    targets = functional.pad(tokens[:, 1:].long(), (0, 1), value=IGNORED)
     return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
 
 
 def classification(logits: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of classes (samples,) given logits (samples, classes)."""
-    return functional.cross_entropy(logits.float(), classes)
+    """Cross entropy of classes (samples,), or of their probabilities (samples, classes), given logits
+    (samples, classes)."""
+    return functional.cross_entropy(logits.float(), classes.float() if classes.is_floating_point() else classes.long())
 
 
 class CountedTokens:
@@ -67,7 +68,7 @@ class CountedTokens:
         if isinstance(targets, TokenTargets):
             total = _total(logits, _following(targets, logits.shape[1]))
         else:
-            total = _total(logits, functional.pad(targets[:, 1:], (0, 1), value=IGNORED))
+            total = _total(logits, functional.pad(targets[:, 1:].long(), (0, 1), value=IGNORED))
         return total / self.mean_targets
 
     @staticmethod
@@ -106,7 +107,7 @@ def next_token_of_piece(logits: torch.Tensor, targets: TokenTargets) -> torch.Te
 def _following(targets: TokenTargets, length: int) -> torch.Tensor:
     """The tokens behind those of a piece of this length."""
     first = targets.start + 1
-    following = targets.tokens[:, first : first + length]
+    following = targets.tokens[:, first : first + length].long()
     return functional.pad(following, (0, length - following.shape[1]), value=IGNORED)
 
 

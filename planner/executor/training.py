@@ -14,7 +14,7 @@ import torch.distributed as dist
 from planner.errors import RunError
 from planner.executor import gradients
 from planner.executor.build import RankPart
-from planner.executor.data import Dataset, Inputs, local_part
+from planner.executor.data import Dataset, Inputs, has_own_targets, local_part
 from planner.executor.doing import now
 from planner.executor.hang import awaited, is_timeout, waited_in_vain, where
 from planner.executor.loss import CountedTokens
@@ -23,6 +23,7 @@ from planner.executor.mesh import Mesh
 from planner.executor.optimizer import COMPUTE_DTYPE
 from planner.executor.out_of_memory import ran_out
 from planner.executor.report import StepRecord
+from planner.executor.same_samples import refuse_unlike
 from planner.executor.shares import share_of
 from planner.executor.spikes import SpikeWatch
 from planner.executor.timeline import computing_seconds
@@ -76,6 +77,8 @@ class Trainer:
         self._mesh = mesh
         self._share = share_of(plan, mesh.data)
         self._dataset = dataset
+        self._is_unchecked = mesh.grid.size > 1 and has_own_targets(dataset)
+        """No step has shown yet that the user's samples are the same on all ranks that read them."""
         self._device = device
         self._clip = clip
         self._counted = counted
@@ -181,9 +184,16 @@ class Trainer:
     def _read(self, step: int) -> tuple[Inputs, torch.Tensor | None]:
         """This replica's samples: inputs on the rank of the first stage, targets on that of the last, else nothing."""
         part = self._part
-        if not (part.has_first_stage or part.has_last_stage):
+        reads = part.has_first_stage or part.has_last_stage
+        numbers = local_part(step, self._share, self._plan.layout.micro_batch_size)
+        batch = self._dataset(*numbers) if reads else None
+        if self._is_unchecked:
+            self._is_unchecked = False
+            self._phase = "while ranks compared their samples"
+            refuse_unlike(batch, self._mesh, numbers)
+        if batch is None:
             return (), None
-        inputs, targets = self._dataset(*local_part(step, self._share, self._plan.layout.micro_batch_size))
+        inputs, targets = batch
         return (
             tuple(map(self._to_device, inputs)) if part.has_first_stage else (),
             targets.to(self._device) if part.has_last_stage else None,
@@ -224,6 +234,8 @@ class Trainer:
             return 1.0 / scale
         optimizer = part.optimizer
         norm = gradients.total_norm(optimizer.parameters, part.copies, self._mesh, optimizer.shards) / scale
+        if not math.isfinite(norm):  # the same on all ranks
+            raise _broken(f"the norm of the gradients of step {self._part.streams.step} is {norm}.", "gradients")
         return gradients.clip_factor(norm, self._clip) / scale
 
     def _global_loss(self, loss: torch.Tensor, step: int, busy_seconds: float) -> float:
@@ -252,11 +264,12 @@ class Trainer:
         dist.all_gather_object(shares, share)
         culprits = [rank for rank, each in enumerate(shares) if not math.isfinite(each)]
         kind = "infinite" if all(math.isinf(shares[rank]) for rank in culprits) else "not a number"
-        raise RunError(
-            f"the loss of step {step} is {kind} on rank {', '.join(map(str, culprits))}.",
-            field="loss",
-            mend="lower the learning rate, clip the gradients, or look for broken samples.",
-        )
+        raise _broken(f"the loss of step {step} is {kind} on rank {', '.join(map(str, culprits))}.", "loss")
+
+
+def _broken(message: str, field: str) -> RunError:
+    mend = "lower the learning rate, clip the gradients, or look for broken samples."
+    return RunError(message, field=field, mend=mend)
 
 
 def _never() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from planner.errors import DocumentError, UnsupportedError
 from planner.executor.data import DataSpec, load_callable, load_dataset, local_part
+from planner.executor.loss import next_token
 from planner.executor.shares import Share
 
 TOKENS = DataSpec(input_kind="tokens", sequence_length=8, vocabulary_size=256, sample_shape=(), classes=256)
@@ -138,3 +140,33 @@ def test_callable_that_is_none_is_refused(reference: str) -> None:
     """A wrong module, a wrong name and a thing that cannot be called."""
     with pytest.raises(DocumentError):
         load_callable(reference, field="loss")
+
+
+NO_SAMPLES: dict[str, Any] = {
+    "a dictionary": {"inputs": torch.zeros(2, 8), "targets": torch.zeros(2)},
+    "nothing": None,
+    "inputs alone": torch.zeros(2, 8),
+    "arrays": (torch.zeros(2, 8).numpy(), torch.zeros(2)),
+    "one number": (torch.zeros(2, 8, dtype=torch.long), torch.tensor(0)),
+    "sparse": (torch.zeros(2, 8, dtype=torch.long).to_sparse(), torch.zeros(2)),
+}
+
+
+@pytest.mark.parametrize("what", NO_SAMPLES)
+def test_answers_that_are_no_samples_are_named(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They ended in tracebacks, or in errors about a wrong number of inputs."""
+    monkeypatch.setitem(globals(), "user_data", lambda start, stop: NO_SAMPLES[what])
+    read = load_dataset(f"{__name__}:user_data", TOKENS, seed=0)
+    with pytest.raises(DocumentError, match=r"data: .*user_data\(0, 2\) returned .*Mend: return \(inputs, targets\)"):
+        read(0, 2)
+
+
+def test_tokens_may_be_small_whole_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes, as files hold them; embeddings do not take them."""
+    tokens = torch.arange(16, dtype=torch.uint8).view(2, 8)
+    monkeypatch.setitem(globals(), "user_data", lambda start, stop: (tokens, tokens))
+    (inputs,), targets = load_dataset(f"{__name__}:user_data", TOKENS, seed=0)(0, 2)
+    assert inputs.dtype == torch.int64
+    assert torch.equal(inputs, tokens)
+    logits = torch.randn(2, 8, 16)
+    assert torch.equal(next_token(logits, targets), next_token(logits, inputs))
