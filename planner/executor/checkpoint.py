@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import Future
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, cast
 
@@ -130,6 +131,7 @@ class Checkpoints:
         if steps == self._saved:
             return
         self._wait()
+        self._refuse_broken(steps)
         policy = self._policy
         writer = _Writer(policy.directory, self._manifest(steps), policy.keep)
         state = self._state()
@@ -137,6 +139,19 @@ class Checkpoints:
         pending = async_save(state, storage_writer=writer, planner=WritePieces(), process_group=self._group)
         self._pending = cast("Future[Any]", pending)
         self._saved = steps
+
+    def _refuse_broken(self, steps: int) -> None:
+        """Keep no parameters that are no numbers: the next loss would tell, when the good ones have been removed."""
+        largest = torch.nn.utils.get_total_norm([local(each.detach()) for each in self._part.optimizer.parameters], inf)
+        found = [False] * self._mesh.grid.size
+        dist.all_gather_object(found, not isfinite(float(largest)), group=self._group)
+        if any(found):
+            ranks = ", ".join(str(rank) for rank, is_broken in enumerate(found) if is_broken)
+            raise RunError(
+                f"are not all finite after step {steps - 1} on rank {ranks}; no checkpoint is kept of it.",
+                field="parameters",
+                mend="lower the learning rate, clip the gradients, or look for broken samples, and resume.",
+            )
 
     def _wait(self) -> None:
         """Until the checkpoint that is being written is complete."""

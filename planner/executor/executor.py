@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -250,7 +251,7 @@ def data_spec(plan: Plan, source: ModelSource) -> DataSpec:
         sequence_length=length,
         vocabulary_size=source.vocabulary_size,
         sample_shape=source.sample_shape,
-        classes=boundaries(plan, source, whole)[1][0].shape[-1],
+        classes=(1, *boundaries(plan, source, whole)[1][0].shape)[-1],
         further=tuple((each.kind, each.sample_shape, each.limit) for each in source.further_inputs),
     )
 
@@ -306,8 +307,16 @@ def _lines_before(path: Path, step: int) -> str:
     """The lines of a metrics file that stand before a step."""
     if step == 0 or not path.is_file():
         return ""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return "".join(line for line in lines if json.loads(line)["step"] < step)
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return "".join(f"{line}\n" for line in lines if _step_of(line) < step)
+
+
+def _step_of(line: str) -> float:
+    """Of a line of a metrics file; past every step: of one that a killed run left half written."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return inf
 
 
 @contextmanager

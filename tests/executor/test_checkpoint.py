@@ -167,3 +167,37 @@ def test_what_cannot_be_written_is_told(gpt2: ModelSource, tmp_path: Path, monke
     with pytest.raises(RunError, match=r"(?s)checkpoint of step 2 could not be written.*No space left"):
         _train(gpt2, 2, CheckpointPolicy(directory=tmp_path / "kept"))
     assert [path.name for path in (tmp_path / "kept").iterdir()] == [".step-00000002.partial"]
+
+
+def poisoned_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """A number, whose gradients are none."""
+    return next_token(logits, targets) + (0 * logits.sum()).sqrt()
+
+
+def test_parameters_that_are_no_numbers_are_not_kept(gpt2: ModelSource, tmp_path: Path) -> None:
+    """They pushed the last good checkpoint out, and the next loss came too late."""
+    folder = tmp_path / "kept"
+    _train(gpt2, 1, CheckpointPolicy(directory=folder, keep=1))
+    with pytest.raises(RunError, match=r"parameters: are not all finite after step 1 on rank 0.*and resume"):
+        _train(gpt2, 2, CheckpointPolicy(directory=folder, keep=1, resume=True), loss=f"{__name__}:poisoned_loss")
+    assert [path.name for path in folder.iterdir()] == ["step-00000001"]
+
+
+def test_gradients_that_are_no_numbers_are_not_clipped(gpt2: ModelSource) -> None:
+    """The factor would spoil every parameter, and the next step's error advise to clip."""
+    plan = make_plan([layer.name for layer in gpt2.cut().layers], micro_batches=1)
+    executor = Executor(plan, gpt2, device="cpu", loss=f"{__name__}:poisoned_loss", max_gradient_norm=1.0)
+    with pytest.raises(RunError, match="gradients: the norm of the gradients of step 0 is nan"):
+        executor.train(2)
+
+
+def test_metrics_that_a_killed_run_left_half_written_are_taken_up(gpt2: ModelSource, tmp_path: Path) -> None:
+    """The run could not be resumed."""
+    plan = make_plan([layer.name for layer in gpt2.cut().layers], micro_batches=1)
+    metrics = tmp_path / "metrics.jsonl"
+    policy = CheckpointPolicy(directory=tmp_path / "kept")
+    Executor(plan, gpt2, device="cpu").train(1, metrics=metrics, checkpoints=policy)
+    metrics.write_bytes(metrics.read_bytes() + b'3\n{"loss": 1}\n\xff\n{"step": 1, "lo')
+    resumed = CheckpointPolicy(directory=tmp_path / "kept", resume=True)
+    Executor(plan, gpt2, device="cpu").train(2, metrics=metrics, checkpoints=resumed)
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [0, 1]
