@@ -7,7 +7,7 @@ one by one (`planner.executor.stored_names`); of a shared parameter any of its n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ class Weights:
         """As `planner.executor.materialise.materialise`, with these values instead of those of the seed.
 
         Raises:
-            MismatchError: a parameter is missing, or has another shape.
+            MismatchError: a parameter is missing, or has another shape, or is quantized.
         """
         loading = _Loading(self, source)
 
@@ -94,7 +94,7 @@ class Weights:
 
 
 class _Loading:
-    """Fills the parameters of one stage, each once."""
+    """Fills the parameters and buffers of one stage, each once."""
 
     def __init__(self, weights: Weights, source: ModelSource) -> None:
         self._weights = weights
@@ -109,35 +109,67 @@ class _Loading:
         return self._weights.under_other_names(self._blueprint)
 
     def load(self, name: str, module: nn.Module, *, recurse: bool = False) -> None:
-        """Values for the parameters of a module, under its qualified name."""
-        for each, parameter in module.named_parameters(name, recurse=recurse):
-            if each not in self._done:
-                self._done.add(each)
-                self._fill(each, parameter)
+        """Values for the parameters and persistent buffers of a module, under its qualified name.
 
-    def _fill(self, name: str, parameter: nn.Parameter) -> None:
-        found, value = self._read((name, *self._shared.get(name, ())))
-        if value.shape != parameter.shape:
-            raise MismatchError(
-                f"{found!r} is of shape {tuple(value.shape)} in the files and {tuple(parameter.shape)} in the model.",
-                field="weights",
-                mend="give the weights of this model.",
-            )
-        with torch.no_grad():
-            parameter.copy_(value)
+        Files may lack buffers, which then stay as the model's constructor made them.
+        """
+        for each, parameter in module.named_parameters(name, recurse=recurse):
+            if self._is_new(each):
+                found, value = self._read((each, *self._shared.get(each, ())))
+                _fill(parameter, value, found)
+        for each, buffer in _persistent_buffers(name, module, recurse=recurse):
+            held = self._find((each,)) if self._is_new(each) else None
+            if held is not None:
+                _fill(buffer, held[1], held[0])
+
+    def _is_new(self, name: str) -> bool:
+        is_new = name not in self._done
+        self._done.add(name)
+        return is_new
 
     def _read(self, names: tuple[str, ...]) -> tuple[str, torch.Tensor]:
-        """A parameter by any of its names, and the one that it was found by."""
-        found = self._weights.find(names, self._prefix)
-        if found is not None:
-            return found, self._weights.read(found)
-        others = self._others
-        if others is not None:
-            for name in names:
-                if name in others:
-                    return name, others.read(name, self._weights.read)
+        held = self._find(names)
+        if held is not None:
+            return held
         raise MismatchError(
             f"the files hold no {names[0]!r}.",
             field="weights",
             mend="give the weights of this model, under the names of its parameters.",
         )
+
+    def _find(self, names: tuple[str, ...]) -> tuple[str, torch.Tensor] | None:
+        """A tensor by any of its names, and the one that it was found by; None: the files do not hold it."""
+        found = self._weights.find(names, self._prefix)
+        if found is not None:
+            return found, self._weights.read(found)
+        others = self._others
+        name = None if others is None else next((name for name in names if name in others), None)
+        return None if others is None or name is None else (name, others.read(name, self._weights.read))
+
+
+def _persistent_buffers(name: str, module: nn.Module, *, recurse: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those that checkpoints hold: a router's correction, running statistics."""
+    for place, each in module.named_modules(prefix=name) if recurse else ((name, module),):
+        for key, buffer in each.named_buffers(place, recurse=False):
+            if key.rpartition(".")[2] not in each._non_persistent_buffers_set:
+                yield key, buffer
+
+
+def _fill(tensor: torch.Tensor, value: torch.Tensor, found: str) -> None:
+    """Give a parameter or buffer the value that files hold under this name."""
+    if value.shape != tensor.shape:
+        raise MismatchError(
+            f"{found!r} is of shape {tuple(value.shape)} in the files and {tuple(tensor.shape)} in the model.",
+            field="weights",
+            mend="give the weights of this model.",
+        )
+    is_float = value.is_floating_point()
+    if is_float != tensor.is_floating_point() or (is_float and value.itemsize < 2):
+        # Quantized: the numbers are to be multiplied with scales that stand elsewhere.
+        raise MismatchError(
+            f"{found!r} is of type {value.dtype} in the files and {tensor.dtype} in the model.",
+            field="weights",
+            mend="give weights that are not quantized, in fp32, fp16 or bf16.",
+        )
+    with torch.no_grad():
+        tensor.copy_(value)

@@ -68,6 +68,25 @@ def test_what_save_pretrained_writes(tmp_path: Path) -> None:
         assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize("name", ["deepseek-v3", "resnet"])
+def test_buffers_that_files_hold_are_read_too(name: str, tmp_path: Path) -> None:
+    """A router's correction and running statistics were left as the constructor made them, without a word."""
+    source = source_of(name, tmp_path)
+    model = trained(source)
+    for buffer in model.buffers():
+        buffer.add_(3)
+    state = {each: value.clone() for each, value in model.state_dict().items()}
+    held = [each for each, _ in model.named_buffers() if each in state]
+    assert held
+    lacking = {each: value for each, value in state.items() if each != held[0]}
+    cut = source.cut()
+    for stored in (state, lacking):
+        save_file(stored, tmp_path / "w.safetensors")
+        prepare = partial(cut.stage, start=0, stop=len(cut.layers))
+        found = Weights(tmp_path / "w.safetensors").materialise(source, prepare, device=CPU, seed=0).state_dict()
+        assert [each for each in held if not torch.equal(found[each], state[each])] == held[: len(state) - len(stored)]
+
+
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
 def test_experts_that_stand_one_by_one(name: str, tmp_path: Path) -> None:
     """As `save_pretrained` writes them: every rank of an expert-parallel group gets its own, in one tensor."""
@@ -128,6 +147,10 @@ def test_other_weights_are_refused(tmp_path: Path) -> None:
     save_file(state | {name: torch.zeros(3)}, path)
     with pytest.raises(MismatchError, match=r"of shape \(3,\) in the files"):
         load(path)
+    for quantized in (torch.float8_e4m3fn, torch.int8):
+        save_file(state | {name: state[name].to(quantized)}, path)
+        with pytest.raises(MismatchError, match="not quantized"):  # its scales stand elsewhere, and were left out
+            load(path)
     path.write_text("no tensors")
     for wrong in (path, tmp_path / "nothing.safetensors"):
         with pytest.raises(DocumentError, match="cannot be read"):
