@@ -109,6 +109,10 @@ class Checkpoints:
                 told = [found[-1] if found else None]
             except DocumentError as error:
                 told = [error]
+            except OSError as error:
+                told = [
+                    DocumentError(f"cannot be used: {error}.", field="checkpoint_dir", mend="choose another folder.")
+                ]
         dist.broadcast_object_list(told, src=0, group=self._group)
         (answer,) = told
         if isinstance(answer, PlannerError):

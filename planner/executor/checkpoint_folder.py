@@ -10,10 +10,13 @@ A file system shared by all nodes must hold it.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -128,7 +131,8 @@ def check_policy(policy: CheckpointPolicy) -> None:
     """Refuse a folder that cannot be used.
 
     Raises:
-        DocumentError: it cannot be written, or holds another run's checkpoints and this one does not resume.
+        DocumentError: it cannot be written, holds another run's checkpoints and this one does not resume, or holds one
+            that somebody has removed half of.
     """
     folder = policy.directory
     try:
@@ -143,6 +147,42 @@ def check_policy(policy: CheckpointPolicy) -> None:
         raise _bad_folder(
             folder, f"already holds {found[-1].name}.", "resume from it, or keep this run's checkpoints elsewhere."
         )
+    _refuse_half_removed(folder, found)
+
+
+def _refuse_half_removed(folder: Path, found: list[Path]) -> None:
+    """A checkpoint gets its name last, and loses it first: one without a manifest was spoilt by somebody else, and the
+    run would silently go on from an older one."""
+    last = found[-1].name if found else ""
+    for path in sorted(folder.iterdir()):
+        if COMPLETE.fullmatch(path.name) and path.name > last and not (path / MANIFEST).is_file():
+            raise _bad_folder(
+                folder,
+                f"holds {path.name}, which has no {MANIFEST} any more.",
+                f"restore it, or remove it to {f'go on from {last}' if last else 'begin anew'}.",
+            )
+
+
+@contextmanager
+def used_alone(folder: Path) -> Iterator[None]:
+    """Within, another launch on this machine that wants to keep checkpoints in this folder is refused: both would write
+    the same files. File systems that know no locks of folders (NFS) are left to the user.
+
+    Raises:
+        DocumentError: another launch uses it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise _bad_folder(
+                    folder, "is used by another run.", "wait for its end, or keep this run's checkpoints elsewhere."
+                ) from None
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _bad_folder(folder: Path, message: str, mend: str) -> DocumentError:
@@ -152,7 +192,7 @@ def _bad_folder(folder: Path, message: str, mend: str) -> DocumentError:
 def clear_partial(folder: Path) -> None:
     """Remove what killed runs left half written, or half removed."""
     for path in folder.glob(".step-*.partial"):
-        shutil.rmtree(path)
+        _remove(path)
 
 
 def publish(folder: Path, step: int, manifest: Manifest, keep: int) -> None:
@@ -164,7 +204,15 @@ def publish(folder: Path, step: int, manifest: Manifest, keep: int) -> None:
     for old in complete(folder)[:-keep]:
         removed = folder / f".{old.name}.partial"  # from now on ignored: it is not removed at once
         os.replace(old, removed)
-        shutil.rmtree(removed)
+        _remove(removed)
+
+
+def _remove(path: Path) -> None:
+    """A checkpoint, or the link to one that stands elsewhere."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def _write_durably(path: Path, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -17,7 +18,8 @@ def now(doing: str) -> None:
     """Say what this rank does from here on, in words that follow its name: ``while it joined the process group``."""
     _Rank.doing = doing
     if _Rank.note is not None:
-        _Rank.note.write_text(doing, encoding="utf-8")
+        with suppress(OSError):  # a full disk must not end the training for it
+            _Rank.note.write_text(doing, encoding="utf-8")
 
 
 def current() -> str:

@@ -8,11 +8,12 @@ import shlex
 import sys
 import tempfile
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from planner.errors import DocumentError, LayoutError, RunError, StoppedError, UnsupportedError
-from planner.executor.checkpoint_folder import check_policy
+from planner.executor.checkpoint_folder import check_policy, used_alone
 from planner.executor.elastic import Elastic, ElasticPolicy
 from planner.executor.failure import read_failure
 from planner.executor.settings import (
@@ -102,7 +103,12 @@ def run_plan(
     check_plan(plan)
     _check_one_node(plan)
     _check_model(plan, model)
-    with stoppable(), tempfile.TemporaryDirectory(prefix="planner-run-") as name:
+    kept = settings.checkpoints
+    with (
+        stoppable(),
+        nullcontext() if kept is None else used_alone(kept.directory),
+        tempfile.TemporaryDirectory(prefix="planner-run-") as name,
+    ):
         folder = Path(name)
         path = Path(plan_path) if plan_path is not None else _write_plan(plan, folder)
         expected = _reference(path, settings, min(reference_steps, steps), plan, log) if reference_steps else ()

@@ -23,6 +23,7 @@ from planner.executor.checkpoint_folder import (
     publish,
     read_manifest,
     refuse_damaged,
+    used_alone,
 )
 from planner.executor.settings import CheckpointPolicy
 from tests.executor.plans import make_plan
@@ -113,3 +114,40 @@ def test_layouts_of_old_checkpoints_are_known_again() -> None:
     """As written before layouts had an order of ranks, shares, or groups of ZeRO."""
     digest = "a896470b7ab0e265dd2e3b6adfc0d44f9458c9e63ab791b9ac69141561e9413e"
     assert layout_digest(make_plan(LAYERS, (1, 1))) == digest
+
+
+def test_links_to_checkpoints_are_removed_and_not_what_they_name(tmp_path: Path) -> None:
+    """A run that began from a link to another's checkpoint failed when the link was the oldest."""
+    others, folder = tmp_path / "others", tmp_path / "mine"
+    others.mkdir()
+    folder.mkdir()
+    first = _save(others, 1)
+    final_path(folder, 1).symlink_to(first)
+    partial_path(folder, 7).symlink_to(first)
+    clear_partial(folder)
+    _save(folder, 2, keep=1)
+    assert [path.name for path in folder.iterdir()] == ["step-00000002"]
+    assert damaged(first, read_manifest(first)) == []
+
+
+def test_a_checkpoint_that_lost_its_manifest_is_not_passed_over(tmp_path: Path) -> None:
+    """The run went on from an older one, or from the first step, without a word."""
+    for step in (1, 2):
+        _save(tmp_path, step)
+    for resume in (True, False):
+        (final_path(tmp_path, 2) / MANIFEST).unlink(missing_ok=True)
+        with pytest.raises(DocumentError, match=r"holds step-0000000[12]"):
+            check_policy(CheckpointPolicy(directory=tmp_path, resume=resume))
+    with pytest.raises(DocumentError, match=r"no manifest.json any more.*remove it to go on from step-00000001"):
+        check_policy(CheckpointPolicy(directory=tmp_path, resume=True))
+    (final_path(tmp_path, 1) / MANIFEST).unlink()
+    with pytest.raises(DocumentError, match="remove it to begin anew"):
+        check_policy(CheckpointPolicy(directory=tmp_path))
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+    """Each wrote over the other's files; after the first has ended, the next one may."""
+    with used_alone(tmp_path), pytest.raises(DocumentError, match="is used by another run"), used_alone(tmp_path):
+        pass
+    with used_alone(tmp_path):
+        assert list(tmp_path.iterdir()) == []
