@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from datetime import timedelta
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +22,7 @@ from planner.executor.loss import CountedTokens, load_loss, loss_of_pieces
 from planner.executor.materialise import materialise
 from planner.executor.memory import peak_bytes, reset_peak
 from planner.executor.mesh import build_mesh
+from planner.executor.metrics_file import metrics_file
 from planner.executor.optimizer import COMPUTE_DTYPE
 from planner.executor.out_of_memory import telling_out_of_memory
 from planner.executor.pieces import pieces_of
@@ -303,39 +301,16 @@ def _check_steps_left(first: int, steps: int) -> None:
         )
 
 
-def _lines_before(path: Path, step: int) -> str:
-    """The lines of a metrics file that stand before a step."""
-    if step == 0 or not path.is_file():
-        return ""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return "".join(f"{line}\n" for line in lines if _step_of(line) < step)
-
-
-def _step_of(line: str) -> float:
-    """Of a line of a metrics file; past every step: of one that a killed run left half written."""
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, TypeError, KeyError):
-        return inf
-
-
 @contextmanager
 def _reporter(
     is_first: bool, path: str | Path | None, on_step: Callable[[Metrics], None] | None, first: int
 ) -> Iterator[Callable[[Metrics], None]]:
-    """What rank 0 does after every step: write a line at once, so that a reader can follow, and tell the caller.
-
-    A run that goes on from a checkpoint keeps the lines of the steps before it.
-    """
-    kept = _lines_before(Path(path), first) if path is not None and is_first else ""
-    with nullcontext() if path is None or not is_first else Path(path).open("w", encoding="utf-8") as file:
-        if file is not None:
-            file.write(kept)
+    """What rank 0 does after every step: write a line, and tell the caller."""
+    with nullcontext() if path is None or not is_first else metrics_file(Path(path), first) as write:
 
         def report(metrics: Metrics) -> None:
-            if file is not None:
-                file.write(json.dumps(asdict(metrics)) + "\n")
-                file.flush()
+            if write is not None:
+                write(metrics)
             if on_step is not None and is_first:
                 on_step(metrics)
 
