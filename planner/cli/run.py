@@ -20,7 +20,7 @@ from planner.cli.run_nodes import add_nodes, check_node_options, elastic_command
 from planner.cli.run_text import run_text
 from planner.cli.service import check_address, exchange
 from planner.cli.units import percent
-from planner.errors import DocumentError
+from planner.errors import DocumentError, PlannerError, Problem, RunError
 from planner.executor.elastic import DEFAULT_COOLDOWN_SECONDS, DEFAULT_RESTARTS, ElasticPolicy
 from planner.executor.settings import DEFAULT_GRACE_SECONDS, DEFAULT_KEEP
 from planner.spec import MeasuredRun, Plan, read
@@ -151,22 +151,39 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _tell(plan: Plan, measured: MeasuredRun, arguments: argparse.Namespace, *, to_service: bool = True) -> int:
-    """The report, wherever it is wanted."""
-    if arguments.output is not None:
-        write(arguments.output, to_json(measured))
+    """The report, wherever it is wanted; where it cannot go, the other places have it.
+
+    Raises:
+        RunError: a file or a service did not take it.
+    """
     if not arguments.json:
         (words if arguments.output == STDOUT else data)(run_text(plan, measured))
     elif arguments.output != STDOUT:
         data(to_json(measured))
-    if arguments.report is not None and to_service:
-        _report(measured, arguments.report)
+    problems: list[Problem] = []
+    for place, tell in ((arguments.output, _write), (arguments.report if to_service else None, _report)):
+        try:
+            if place is not None:
+                tell(measured, place)
+        except PlannerError as error:
+            problems += error.problems
+    if problems:
+        raise RunError("", problems=tuple(problems))
     return DONE
+
+
+def _write(measured: MeasuredRun, path: str) -> None:
+    write(path, to_json(measured))
 
 
 def _report(measured: MeasuredRun, address: str) -> None:
     """Tell a service what its plan came to."""
     url = f"{address.rstrip('/')}/v1/plans/{measured.plan_id}/measurements"
     _, _, stored = exchange(url, measured.model_dump(mode="json", by_alias=True))
+    if not isinstance(stored, dict) or not {"url", "error"} <= stored.keys():
+        raise RunError(
+            "does not answer as a planning service does.", field=url, mend="give the address of `planner serve`."
+        )
     words(f"stored as {stored['url']}: the step took {percent(stored['error'])} longer than predicted")
 
 

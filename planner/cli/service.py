@@ -5,13 +5,28 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from typing import Any
+from http.client import HTTPException
+from typing import IO, Any
 
 from planner.errors import DocumentError, RunError
 
 WAIT_SECONDS = 60.0
 """For which the service is asked to hold a request open, at most; it answers within twice as long, or is not there."""
 SCHEMES = ("http://", "https://")
+REDIRECTS = (301, 302, 303, 307, 308)
+
+
+class _AsItIs(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: urllib would GET where a document was to be posted, and lose it."""
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str
+    ) -> urllib.request.Request | None:
+        """None: the answer becomes an error."""
+        return None
+
+
+_OPENER = urllib.request.build_opener(_AsItIs)
 
 
 def check_address(address: str | None, *, option: str) -> None:
@@ -32,15 +47,20 @@ def exchange(url: str, body: Any = None, **headers: str) -> tuple[int, dict[str,
         RunError: no answer, or a problem document.
     """
     encoded = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, encoded, {"Content-Type": "application/json", **headers})
     try:
-        with urllib.request.urlopen(request, timeout=2 * WAIT_SECONDS) as response:
+        request = urllib.request.Request(url, encoded, {"Content-Type": "application/json", **headers})
+        with _OPENER.open(request, timeout=2 * WAIT_SECONDS) as response:
             text = response.read().decode()
             is_json = response.headers.get_content_type() == "application/json"
             return response.status, dict(response.headers), json.loads(text) if is_json else text
     except urllib.error.HTTPError as error:
+        if error.code in REDIRECTS:
+            where = error.headers.get("Location")
+            raise RunError(
+                f"redirects to {where}.", field=url, mend="give the address of the service itself."
+            ) from None
         raise RunError(f"answered {error.code}: {_detail(error)}", field=url) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         raise RunError(
             f"does not answer: {error}.", field=url, mend="start it with `planner serve`, or correct the address."
         ) from None
