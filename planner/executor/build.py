@@ -22,7 +22,7 @@ from planner.executor.offload import ActivationOffload
 from planner.executor.optimizer import COMPUTE_DTYPE, Optimizer
 from planner.executor.pieces import StagePieces, pieces_of
 from planner.executor.rank_module import merge, tie
-from planner.executor.replicas import GradientReducer, Reducer, Reducers
+from planner.executor.replicas import GradientReducer, Reducer
 from planner.executor.runtime import Loss, PipelineRuntime
 from planner.executor.scaling import LossScaler, scaler_for
 from planner.executor.sequence_parallel import read_once, sequence_plan, share_sequence
@@ -226,16 +226,10 @@ def _fill_stage(
 
 
 def _reducer(stages: Mapping[int, nn.Module], mesh: Mesh) -> Reducer | None:
-    """Adds gradients up over replicas; None without any. Experts are the same on fewer ranks than all else."""
+    """Adds gradients up over replicas; None without any."""
     if mesh.data_group.size() == 1:
         return None
-    held = {index: list(dict.fromkeys(stage.parameters())) for index, stage in stages.items()}
-    dense = {index: [each for each in found if not mesh.holds_experts(each)] for index, found in held.items()}
-    reducer = GradientReducer(dense, mesh.data_group)
-    if mesh.experts is None or mesh.experts["edp"].size() == 1:
-        return reducer
-    experts = {index: [each for each in found if mesh.holds_experts(each)] for index, found in held.items()}
-    return Reducers((reducer, GradientReducer(experts, mesh.experts["edp"].get_group())))
+    return GradientReducer({index: stage.parameters() for index, stage in stages.items()}, mesh.replicas)
 
 
 def _shard(

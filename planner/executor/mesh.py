@@ -75,6 +75,13 @@ class Mesh:
         other pieces of the same samples."""
         return self.summed.get_group()
 
+    def replicas(self, parameter: torch.Tensor) -> dist.ProcessGroup | None:
+        """Ranks that sum this parameter's gradients: fewer of experts than of all else; None: this rank alone."""
+        group = self.data_group
+        if self.experts is not None and self.holds_experts(parameter):
+            group = self.experts["edp"].get_group()
+        return group if group.size() > 1 else None
+
     @property
     def shard_group(self) -> dist.ProcessGroup:
         """Ranks that share out ZeRO's states with this one."""

@@ -14,8 +14,8 @@ sum could overflow where the mean does not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -49,41 +49,6 @@ class Reducer(Protocol):
         """Wait until every gradient is the sum over the replicas."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reducers:
-    """Several as one, each with parameters and replicas of its own."""
-
-    parts: tuple[Reducer, ...]
-
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """See `Reducer`."""
-        with ExitStack() as stack:
-            for part in self.parts:
-                stack.enter_context(part.forward())
-            yield
-
-    def arm(self, stage: int) -> None:
-        """See `Reducer`."""
-        for part in self.parts:
-            part.arm(stage)
-
-    def after_backward(self, stage: int) -> None:
-        """See `Reducer`."""
-        for part in self.parts:
-            part.after_backward(stage)
-
-    def launch(self, stage: int) -> None:
-        """See `Reducer`."""
-        for part in self.parts:
-            part.launch(stage)
-
-    def finish(self) -> None:
-        """See `Reducer`."""
-        for part in self.parts:
-            part.finish()
-
-
 @dataclass(slots=True)
 class Bucket:
     """Gradients that are reduced together."""
@@ -93,6 +58,8 @@ class Bucket:
     parameters: int
     stage: int | None
     """Whose backward fills it; None: several stages'."""
+    group: dist.ProcessGroup
+    """Ranks that it is added up over."""
     unfilled: int = field(init=False)
     armed: bool = False
     work: dist.Work | None = None
@@ -108,15 +75,18 @@ class GradientReducer:
 
     Args:
         stages: parameters by stage, in their final type, without gradients.
-        group: the replicas.
+        group_of: the replicas of a parameter; None: it has none.
     """
 
-    def __init__(self, stages: Mapping[int, Iterable[nn.Parameter]], group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(
+        self,
+        stages: Mapping[int, Iterable[nn.Parameter]],
+        group_of: Callable[[nn.Parameter], dist.ProcessGroup | None],
+    ) -> None:
         # The backward fills the gradients of the last layers first.
         self._buckets = [
-            self._bind(stage, run)
-            for stage, parameters in _by_holder(stages).items()
+            self._bind(stage, group, run)
+            for (stage, group), parameters in _by_holder(stages, group_of).items()
             for run in _runs(parameters[::-1])
         ]
 
@@ -149,10 +119,10 @@ class GradientReducer:
     def _of(self, stage: int) -> list[Bucket]:
         return [bucket for bucket in self._buckets if bucket.stage == stage]
 
-    def _bind(self, stage: int | None, parameters: list[nn.Parameter]) -> Bucket:
+    def _bind(self, stage: int | None, group: dist.ProcessGroup, parameters: list[nn.Parameter]) -> Bucket:
         """Make every parameter's gradient a view of one new tensor."""
         shards = [local(parameter.detach()) for parameter in parameters]
-        bucket = Bucket(shards[0].new_zeros(sum(shard.numel() for shard in shards)), len(parameters), stage)
+        bucket = Bucket(shards[0].new_zeros(sum(shard.numel() for shard in shards)), len(parameters), stage, group)
         parts = bucket.flat.split([shard.numel() for shard in shards])  # type: ignore[no-untyped-call]
         for parameter, shard, part in zip(parameters, shards, parts, strict=True):
             parameter.grad = with_local(parameter, part.view(shard.shape))
@@ -165,26 +135,29 @@ class GradientReducer:
             return
         bucket.unfilled -= 1
         for each in self._buckets:
-            if each.stage == bucket.stage:
+            if (each.stage, each.group) == (bucket.stage, bucket.group):
                 if each.unfilled:
                     break
                 self._launch(each)
 
     def _launch(self, bucket: Bucket) -> None:
         if bucket.work is None:
-            bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+            bucket.work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
 
 
-def _by_holder(stages: Mapping[int, Iterable[nn.Parameter]]) -> dict[int | None, list[nn.Parameter]]:
-    """Trained parameters by the stage that holds them; None: several do."""
+def _by_holder(
+    stages: Mapping[int, Iterable[nn.Parameter]], group_of: Callable[[nn.Parameter], dist.ProcessGroup | None]
+) -> dict[tuple[int | None, dist.ProcessGroup], list[nn.Parameter]]:
+    """Trained parameters that have replicas, by the stage that holds them (None: several do) and these replicas."""
     holders: dict[nn.Parameter, int | None] = {}
     for stage, parameters in stages.items():
         for parameter in dict.fromkeys(parameters):
             if parameter.requires_grad:
                 holders[parameter] = None if parameter in holders else stage
-    found: dict[int | None, list[nn.Parameter]] = {}
+    found: dict[tuple[int | None, dist.ProcessGroup], list[nn.Parameter]] = {}
     for parameter, holder in holders.items():
-        found.setdefault(holder, []).append(parameter)
+        if (group := group_of(parameter)) is not None:
+            found.setdefault((holder, group), []).append(parameter)
     return found
 
 

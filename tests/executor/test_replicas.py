@@ -44,7 +44,7 @@ def test_gradients_are_views_that_accumulate_as_plain_ones(group: dist.ProcessGr
         _backward(model, seed)
     plain = {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
     model.zero_grad()
-    reducer = GradientReducer({0: model.parameters()}, group)
+    reducer = GradientReducer({0: model.parameters()}, lambda _: group)
     places = {name: value.grad.data_ptr() for name, value in model.named_parameters() if value.grad is not None}
     _backward(model, 1)
     reducer.arm(0)
@@ -66,7 +66,7 @@ def test_only_the_last_backward_reduces(
     monkeypatch.setattr(
         dist, "all_reduce", lambda flat, **options: [reduced.append(flat), all_reduce(flat, **options)][1]
     )
-    reducer = GradientReducer({0: model.parameters()}, group)
+    reducer = GradientReducer({0: model.parameters()}, lambda _: group)
     for _ in range(2):
         reduced.clear()
         _backward(model, 1)
@@ -82,7 +82,7 @@ def test_only_the_last_backward_reduces(
 
 def test_unused_parameters_are_reduced_at_the_end(group: dist.ProcessGroup, model: nn.Module) -> None:
     """A parameter that the step did not use has a zero gradient, and nobody waits for it."""
-    reducer = GradientReducer({0: model.parameters()}, group)
+    reducer = GradientReducer({0: model.parameters()}, lambda _: group)
     reducer.arm(0)
     model[1](torch.randn(4, 10)).sum().backward()
     reducer.finish()
@@ -100,7 +100,7 @@ def test_stages_of_a_rank_are_reduced_by_themselves(
         dist, "all_reduce", lambda flat, **options: [reduced.append(flat.numel()), all_reduce(flat, **options)][1]
     )
     shared = model[1].weight
-    reducer = GradientReducer({0: model[0].parameters(), 1: [*model[1].parameters()], 2: [shared]}, group)
+    reducer = GradientReducer({0: model[0].parameters(), 1: [*model[1].parameters()], 2: [shared]}, lambda _: group)
     reducer.arm(0)
     assert model[0].weight.grad is not None
     model[0].weight.grad += 1
@@ -124,7 +124,7 @@ def test_buckets_are_reduced_in_one_order(
     monkeypatch.setattr(
         dist, "all_reduce", lambda flat, **options: [reduced.append(flat.data_ptr()), all_reduce(flat, **options)][1]
     )
-    reducer = GradientReducer({0: model.parameters()}, group)
+    reducer = GradientReducer({0: model.parameters()}, lambda _: group)
     reducer.arm(0)
     _backward(model, 1)
     reducer.finish()
