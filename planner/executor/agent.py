@@ -30,6 +30,7 @@ from planner.executor.failure import write_failure
 from planner.executor.rendezvous import BACKEND, GatedRendezvous, make_rendezvous
 from planner.executor.roster import ANY_GROUP
 from planner.executor.stopping import STOPPED
+from planner.executor.torchrun import interpreter
 
 MORE_THAN_ANY_RUN = 1_000_000
 """Restarts that torchrun allows: the run counts its losses itself."""
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     rendezvous_handler_registry.register(BACKEND, make)
     try:
-        launch_agent(_config(options), sys.executable, ["-u", *options.ranks])
+        launch_agent(_config(options), sys.executable, [*interpreter()[1:], "-u", *options.ranks])
     except SignalException:
         for handler in made:
             _leave(handler)

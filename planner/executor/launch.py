@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import sys
 import tempfile
 from collections import Counter
 from contextlib import nullcontext
@@ -24,7 +23,7 @@ from planner.executor.settings import (
     RunSettings,
 )
 from planner.executor.support import check_plan
-from planner.executor.torchrun import RESUME, Log, Torchrun, grace, passing_on, started, stoppable
+from planner.executor.torchrun import RESUME, Log, Torchrun, grace, interpreter, passing_on, started, stoppable
 from planner.spec.job import Precision
 from planner.spec.measured import MeasuredRun
 from planner.spec.plan import Plan
@@ -253,7 +252,7 @@ def _torchrun(
 def _reference(path: Path, settings: RunSettings, steps: int, plan: Plan, log: Log) -> tuple[float, ...]:
     """Losses of the single process, which gets all cores: it runs alone."""
     log(f"training {steps} steps in a single process, to compare")
-    command = [sys.executable, "-m", "planner.executor.reference", str(path), *settings.to_arguments()]
+    command = [*interpreter(), "-m", "planner.executor.reference", str(path), *settings.to_arguments()]
     with tempfile.TemporaryDirectory(prefix="planner-reference-") as name:
         folder = Path(name)
         command += ["--reference-steps", str(steps), "--failures", name]

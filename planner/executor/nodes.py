@@ -13,7 +13,6 @@ on from the last checkpoint, which any plan can load.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +21,11 @@ from typing import Protocol
 from planner.errors import DocumentError, RunError, StoppedError
 from planner.executor.elastic import DEFAULT_RESTARTS
 from planner.executor.failure import read_failure, read_late
+from planner.executor.metrics import Metrics
 from planner.executor.roster import ANY_GROUP, Roster
 from planner.executor.settings import RunSettings
 from planner.executor.stopping import STOPPED
-from planner.executor.torchrun import Log, StepLine, environment, grace, passing_on, started
+from planner.executor.torchrun import Log, environment, grace, interpreter, passing_on, started
 from planner.executor.weigh import Rebalancer
 from planner.spec.document import read
 from planner.spec.measured import MeasuredRun
@@ -128,7 +128,7 @@ def run_node(
     steps: list[int] = []
 
     def on_line(text: str) -> None:
-        said, step = StepLine.split(text)
+        said, step = Metrics.split(text)
         if said or step is None:
             log(said)
         if step is not None:
@@ -183,4 +183,4 @@ def _agent(folder: Path, settings: RunSettings, policy: NodesPolicy, metrics: st
     ranks += ["--restarts", str(policy.restarts), "--last-call", str(policy.last_call_seconds)]
     ranks += ["--rendezvous", policy.rendezvous, "--failures", str(folder), "--group", policy.group]
     ranks += [] if metrics is None else ["--metrics", str(metrics)]
-    return [sys.executable, "-m", "planner.executor.agent", *given, "--", *ranks]
+    return [*interpreter(), "-m", "planner.executor.agent", *given, "--", *ranks]

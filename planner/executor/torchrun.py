@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -14,10 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
+import planner
 from planner.errors import DocumentError, PlannerError, StoppedError
 from planner.executor.failure import STOPPED_NOTE, killed_ranks, read_failure, read_stopped
+from planner.executor.metrics import Metrics
 from planner.executor.settings import RunSettings
 from planner.spec.document import read
 from planner.spec.measured import MeasuredRun
@@ -27,44 +27,7 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 """Whole seconds; torch knows it from 2.13 on, and takes 30 before."""
 RESUME = "start it again; with --resume where checkpoints are kept."
-BEGIN = '{"step": '
-"""Of every line that tells of a step."""
 Log = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class StepLine:
-    """What rank 0 prints after a step."""
-
-    step: int
-    loss: float
-    seconds: float
-    tokens_per_second: float
-    loss_scale: float | None = None
-    warning: str | None = None
-    busy_seconds: Sequence[float] = ()
-    """By pipeline rank."""
-    replica_seconds: Sequence[float] = ()
-    """By data-parallel rank."""
-
-    @classmethod
-    def split(cls, line: str) -> tuple[str, StepLine | None]:
-        """What a worker printed, and the step that it told behind it, where the user's code ended no line before."""
-        text = line.rstrip("\n")
-        before, mark, rest = text.partition(BEGIN)
-        try:
-            found: dict[str, Any] = json.loads(mark + rest)
-            return before, cls(**found)
-        except (ValueError, TypeError):
-            return text, None
-
-    def __str__(self) -> str:
-        scale = "" if self.loss_scale is None else f"  loss scale {self.loss_scale:g}"
-        warning = "" if self.warning is None else f"\n  {self.warning}"
-        return (
-            f"step {self.step:4d}  loss {self.loss:8.4f}  {self.seconds:8.3f} s  "
-            f"{self.tokens_per_second:10.0f} tokens/s{scale}{warning}"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +69,15 @@ class Torchrun:
         self._folder = folder
         self._output = folder / "measured.json"
         self._command = [
-            sys.executable,
+            *interpreter(),
             "-m",
             "torch.distributed.run",
             "--standalone",
             "--log-dir",
             str(folder / "logs"),
         ]
-        self._command += [f"--nproc-per-node={len(plan.placement)}", "-m", "planner.executor.worker", str(path)]
+        self._command += [f"--nproc-per-node={len(plan.placement)}", "--no-python", *interpreter(), "-u"]
+        self._command += ["-m", "planner.executor.worker", str(path)]
         self._command += [*settings.to_arguments(), "--output", str(self._output), "--failures", str(folder)]
         if metrics is not None:
             self._command += ["--metrics", str(metrics)]
@@ -122,7 +86,7 @@ class Torchrun:
         self._process: subprocess.Popen[str] | None = None
         self._told = False
 
-    def run(self, on_step: Callable[[StepLine], None], log: Log) -> Ended:
+    def run(self, on_step: Callable[[Metrics], None], log: Log) -> Ended:
         """Run to the end.
 
         Args:
@@ -134,7 +98,7 @@ class Torchrun:
             self._process = process
             assert process.stdout is not None
             for line in process.stdout:
-                said, step = StepLine.split(line)
+                said, step = Metrics.split(line)
                 if said or step is None:
                     log(said)
                 if step is not None:
@@ -250,6 +214,18 @@ def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
     finally:
         for number, old in before.items():
             signal.signal(number, old)
+
+
+def interpreter(folder: Path | None = None) -> list[str]:
+    """Python, as it starts the processes of a run: a ``profiler.py`` in the user's working directory must not stand for
+    this package's.
+
+    Args:
+        folder: the working directory; None: this process'. Where it holds this package's own sources, they may be
+            found nowhere else.
+    """
+    is_own = Path(planner.__file__).resolve().parents[1] == (folder or Path.cwd())
+    return [sys.executable] if is_own else [sys.executable, "-P"]
 
 
 def environment(plan: Plan, ranks: int | None = None) -> dict[str, str]:

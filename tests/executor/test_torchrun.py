@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from planner.errors import StoppedError
-from planner.executor.torchrun import StepLine, environment, passing_on, started, stoppable, visible
+from planner.executor.metrics import Metrics
+from planner.executor.torchrun import environment, interpreter, passing_on, started, stoppable, visible
 from tests.executor.plans import make_plan
 
 LEAVES_SLOWLY = """
@@ -139,7 +140,16 @@ def test_devices_are_not_asked_of_a_process_that_sees_none() -> None:
 def test_a_step_behind_what_the_model_prints_is_found() -> None:
     """A model that prints without an end of the line took its steps with it."""
     line = '{"step": 3, "loss": 1.5, "seconds": 0.5, "tokens_per_second": 8.0}'
-    before, step = StepLine.split(f"..{line}\n")
-    assert (before, step) == ("..", StepLine(3, 1.5, 0.5, 8.0))
-    assert StepLine.split("words\n") == ("words", None)
-    assert StepLine.split('x {"step": "y"}') == ('x {"step": "y"}', None)
+    before, step = Metrics.split(f"..{line}\n")
+    assert (before, step) == ("..", Metrics(3, 1.5, 0.5, 8.0))
+    assert Metrics.split("words\n") == ("words", None)
+    assert Metrics.split('x {"step": "y"}') == ('x {"step": "y"}', None)
+
+
+def test_a_users_file_does_not_stand_for_a_package_of_ours(tmp_path: Path) -> None:
+    """With a profiler.py or planner.py beside the user's model no rank began."""
+    for name in ("profiler.py", "planner.py"):
+        (tmp_path / name).write_text("raise SystemExit('not this one')\n")
+    command = [*interpreter(tmp_path), "-c", "import profiler, planner.executor; print('ours')"]
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout == "ours\n"
+    assert interpreter(Path(__file__).parents[2]) == [sys.executable], "which is where it may be found alone"
