@@ -19,9 +19,10 @@ from typing import Protocol
 
 from planner.errors import DocumentError, PlannerError, RunError, UnsupportedError
 from planner.executor.checkpoint_folder import newest_step
+from planner.executor.metrics import Metrics
 from planner.executor.settings import RunSettings
 from planner.executor.support import check_plan
-from planner.executor.torchrun import Ended, Log, StepLine, Torchrun
+from planner.executor.torchrun import Ended, Log, Torchrun
 from planner.executor.weigh import Pace, Rebalancer, Weighed, decided, look_for_drift, weigh, weigh_drift
 from planner.spec.measured import Decision, MeasuredRun, Segment
 from planner.spec.plan import Infeasible, Plan
@@ -180,7 +181,7 @@ class Elastic:
             self._segments.append(launch.pace.segment())
         return ended
 
-    def _on_step(self, line: StepLine) -> None:
+    def _on_step(self, line: Metrics) -> None:
         launch = self._launch
         assert launch is not None
         launch.pace.record(line.step, line.loss, line.seconds, line.busy_seconds, line.replica_seconds)

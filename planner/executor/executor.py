@@ -22,6 +22,7 @@ from planner.executor.loss import CountedTokens, load_loss, loss_of_pieces
 from planner.executor.materialise import materialise
 from planner.executor.memory import peak_bytes, reset_peak
 from planner.executor.mesh import build_mesh
+from planner.executor.metrics import Metrics
 from planner.executor.metrics_file import metrics_file
 from planner.executor.optimizer import COMPUTE_DTYPE
 from planner.executor.out_of_memory import telling_out_of_memory
@@ -30,7 +31,7 @@ from planner.executor.report import gather, rank_of
 from planner.executor.settings import DEFAULT_LEARNING_RATE, DEFAULT_TIMEOUT_SECONDS, CheckpointPolicy
 from planner.executor.stopping import StopRequest
 from planner.executor.support import check_plan, check_started, check_world
-from planner.executor.training import Metrics, Trainer
+from planner.executor.training import Trainer
 from planner.executor.weights import Weights
 from planner.spec.document import read
 from planner.spec.measured import MeasuredRun

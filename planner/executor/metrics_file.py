@@ -6,12 +6,11 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from math import inf
 from pathlib import Path
 
 from planner.errors import RunError
-from planner.executor.training import Metrics
+from planner.executor.metrics import Metrics
 
 
 @contextmanager
@@ -33,7 +32,7 @@ def metrics_file(path: Path, first: int) -> Iterator[Callable[[Metrics], None]]:
 
     def write(metrics: Metrics) -> None:
         try:
-            file.write(f"{json.dumps(asdict(metrics))}\n".encode())
+            file.write(metrics.to_line().encode())
         except OSError as error:
             raise _unwritten(path, error) from None
 

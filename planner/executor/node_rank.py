@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,14 +32,13 @@ from planner.executor.checkpoint_folder import newest_step
 from planner.executor.executor import choose_device, join
 from planner.executor.journal import Journal
 from planner.executor.last_words import last_words
+from planner.executor.metrics import Metrics
 from planner.executor.nodes import NodePlanner, elastic_folder
 from planner.executor.pilot import How, Moments, Pilot
 from planner.executor.rendezvous import BEGAN, ROUND, Board
 from planner.executor.roster import ANY_GROUP, KnownPlans, Roster, seats
 from planner.executor.settings import RunSettings
 from planner.executor.stopping import STOPPED, StopRequest, leaving_in_time
-from planner.executor.torchrun import StepLine
-from planner.executor.training import Metrics
 from planner.executor.weigh import Pace
 from planner.executor.worker import make_executor, print_step
 from planner.spec.document import parse
@@ -324,7 +323,7 @@ class NodeRank:
 def _reporting(pilot: Pilot) -> Callable[[Metrics], None]:
     def on_step(metrics: Metrics) -> None:
         print_step(metrics)
-        pilot.on_step(StepLine(**asdict(metrics)))
+        pilot.on_step(metrics)
 
     return on_step
 

@@ -15,9 +15,10 @@ from typing import Literal
 from planner.errors import PlannerError
 from planner.executor.agreement import why_not
 from planner.executor.journal import Journal
+from planner.executor.metrics import Metrics
 from planner.executor.nodes import NodePlanner
 from planner.executor.roster import KnownPlans, Roster
-from planner.executor.torchrun import Log, StepLine
+from planner.executor.torchrun import Log
 from planner.executor.weigh import Drift, Pace, Weighed, decided, look_for_drift, weigh, weigh_drift
 from planner.spec.plan import Infeasible, Plan
 
@@ -95,7 +96,7 @@ class Pilot:
             first_step=first_step,
         )
 
-    def on_step(self, line: StepLine) -> None:
+    def on_step(self, line: Metrics) -> None:
         """A step is over."""
         self._pace.record(line.step, line.loss, line.seconds, line.busy_seconds, line.replica_seconds)
         row = {"step": line.step, "loss": line.loss, "seconds": line.seconds, "warning": line.warning}

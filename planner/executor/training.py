@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -20,6 +19,7 @@ from planner.executor.hang import awaited, is_timeout, waited_in_vain, where
 from planner.executor.loss import CountedTokens
 from planner.executor.memory import allocator_error, peak_bytes
 from planner.executor.mesh import Mesh
+from planner.executor.metrics import Metrics
 from planner.executor.optimizer import COMPUTE_DTYPE
 from planner.executor.out_of_memory import ran_out
 from planner.executor.report import StepRecord
@@ -31,24 +31,6 @@ from planner.spec.plan import Plan
 
 RECORDED_STEPS = 64
 """Timelines are kept of this many last steps."""
-
-
-@dataclass(frozen=True, slots=True)
-class Metrics:
-    """One line of the metrics file."""
-
-    step: int
-    loss: float
-    seconds: float
-    tokens_per_second: float
-    loss_scale: float | None = None
-    """After the step, in fp16: it halves when the step was skipped, for its gradients overflowed."""
-    warning: str | None = None
-    """A loss spike, in words: see `planner.executor.spikes`."""
-    busy_seconds: tuple[float, ...] = ()
-    """By pipeline rank: in the schedule's actions, waiting apart; the mean over the ranks that share the place."""
-    replica_seconds: tuple[float, ...] = ()
-    """The same by data-parallel rank."""
 
 
 class Keeper(Protocol):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +14,7 @@ from planner.executor.checkpoint_folder import final_path
 from planner.executor.doing import now
 from planner.executor.failure import write_stopped
 from planner.executor.last_words import last_words
+from planner.executor.metrics import Metrics
 from planner.executor.orphans import end_with_parent
 from planner.executor.settings import RunSettings
 from planner.executor.stopping import STOPPED, leaving_in_time
@@ -23,7 +22,6 @@ from planner.spec.plan import Plan
 
 if TYPE_CHECKING:
     from planner.executor.executor import Executor
-    from planner.executor.training import Metrics
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,7 +81,7 @@ def make_executor(plan: Plan | str, settings: RunSettings) -> Executor:
 
 def print_step(metrics: Metrics) -> None:
     """One line of JSON, for the launcher to read."""
-    sys.stdout.write(json.dumps(asdict(metrics)) + "\n")
+    sys.stdout.write(metrics.to_line())
     sys.stdout.flush()
 
 

@@ -13,8 +13,9 @@ from planner.errors import DocumentError, RunError, StoppedError, UnsupportedErr
 from planner.executor import elastic
 from planner.executor.elastic import Devices, Elastic, ElasticPolicy
 from planner.executor.failure import killed_ranks
+from planner.executor.metrics import Metrics
 from planner.executor.settings import RunSettings
-from planner.executor.torchrun import Ended, StepLine, visible
+from planner.executor.torchrun import Ended, visible
 from planner.executor.weigh import Rebalanced
 from planner.spec import Infeasible, MeasuredRun, Plan
 from tests.executor.plans import make_plan
@@ -65,14 +66,14 @@ class Script:
         self.settings.append(settings)
         return self
 
-    def run(self, on_step: Callable[[StepLine], None], log: Callable[[str], None]) -> Ended:
+    def run(self, on_step: Callable[[Metrics], None], log: Callable[[str], None]) -> Ended:
         """Steps from the last checkpoint on, one second each; a checkpoint after every second step."""
         until, ended = self.launches.pop(0)
         for step in range(self.kept, until):
             if (step + 1) % 2 == 0:
                 self.kept = step + 1
             busy = self.busy[: len(self.plans[-1].stages)]
-            on_step(StepLine(step, float(step), 1.0, 1.0, busy_seconds=busy, replica_seconds=self.replicas))
+            on_step(Metrics(step, float(step), 1.0, 1.0, busy_seconds=busy, replica_seconds=self.replicas))
             if self.stopped:
                 self.stopped, self.kept = False, step + 1
                 return Ended(None, StoppedError("stopped."), was_stopped=True)

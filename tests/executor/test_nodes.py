@@ -24,13 +24,13 @@ from planner.executor import doing
 from planner.executor.agent import explain
 from planner.executor.agreement import Agreement
 from planner.executor.journal import Journal
+from planner.executor.metrics import Metrics
 from planner.executor.node_rank import has_lost_others
 from planner.executor.nodes import NodesPolicy, elastic_folder
 from planner.executor.pilot import Moments, Pilot
 from planner.executor.rendezvous import Board, GatedRendezvous, endpoint, make_rendezvous
 from planner.executor.roster import ANY_GROUP, KnownPlans, Roster, group_of_node, seats
 from planner.executor.settings import RunSettings
-from planner.executor.torchrun import StepLine
 from planner.executor.weigh import Pace, Rebalanced
 from planner.spec import Infeasible, Plan
 from planner.spec.cluster import DeviceSpec
@@ -246,7 +246,7 @@ def train(pilot: Pilot, until: int, *, first: int = 0, busy: tuple[float, ...] =
     """Steps of one second, in each of which the planner answers, until the pilot wants to stop; returns the steps."""
     for step in range(first, until):
         wants = pilot.wants_to_stop()
-        pilot.on_step(StepLine(step, 1.0, 1.0, 1.0, busy_seconds=busy))
+        pilot.on_step(Metrics(step, 1.0, 1.0, 1.0, busy_seconds=busy))
         pilot._pool.submit(int).result(WAIT_SECONDS)  # behind all that the planner was asked
         if wants:
             return step + 1
