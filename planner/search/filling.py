@@ -11,7 +11,7 @@ tail of rank 0, a stage [i, j) on rank p is in no stage map that fits and takes 
     (N2)  sum of o + u a, with the outputs in flight and what is received, is no more than the room R     (M1), (M2)
     (N3)  for any price m >= 0 of a byte, the sum of the least over modes of what (N1) counts, + m times what (N2)
           counts, is no more than what (N1) leaves of T, + m R (Lagrange). Prices that are tried: none, and rates at
-          which recomputation trades ticks for bytes                                                -> _Rank.limits()
+          which recomputation trades ticks for bytes; within the windows that no price leaves  -> Filling.windows()
     (N4)  these grow with the stage, so that greedy filling tells where every rank can start: (W4)         -> _filled()
     (N5)  a layer lies on one of the ranks whose windows hold it, and takes no less than the fastest of these: that
           tells W, P(i) and what lies behind, which narrow the windows again                        -> Filling._left()
@@ -24,12 +24,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.cost import RECEIVE_BUFFERS
 from planner.search.spread import ROUNDING, Floats, RankLoad
@@ -92,20 +93,6 @@ def _rates(backward: Floats, activations: Floats) -> Floats:
     return some
 
 
-class _Limit(NamedTuple):
-    """A sum over a stage [i, j) that has a limit: stops(j) - starts(i) <= room + what is left of T."""
-
-    stops: list[float]
-    """By j: the least of what stands there and further behind, so that they rise."""
-    starts: list[float]
-    """By i: the most of what stands there and further ahead."""
-    room: float
-
-
-_Limits = tuple[list[_Limit], ...]
-"""By what is left of T: that of all it takes to go down and up, and back again; of what lies before; nothing."""
-
-
 class _Left(NamedTuple):
     """Of T for a rank's own micro-batches, by the ways of (N1), and for (N2)."""
 
@@ -115,84 +102,68 @@ class _Left(NamedTuple):
     held: float = 0.0
 
 
-@dataclass(frozen=True)
-class _Rank:
-    """One pipeline rank of a column."""
-
-    layers: InOrder
-    micro_batches: int
-    behind: int
-    """Ranks."""
-    in_flight: int
-    is_first: bool
-    room_bytes: float
-
-    def limits(self, rates: Floats, *, is_gpipe: bool) -> _Limits:
-        """Equations (N1) to (N3), by what they leave of T; at prices of bytes that follow from these rates."""
-        count, ahead = self.micro_batches, min(self.micro_batches, self.behind + 1)
-        own_tail = self.layers.tail if self.is_first else 0.0
-        returned: list[_Limit] = []
-        if is_gpipe:
-            turned = self._priced(count - 1, count - 1, own_tail, rates)
-        else:
-            turned = self._priced(count - ahead, count - 1, own_tail, rates)
-            if count > ahead:
-                returned = self._priced(count - ahead, count - ahead, own_tail, rates)
-        alone = self._priced(count, count, self.layers.tail, rates)
-        return turned, returned, alone, self._limits(self._held[None], np.ones(1))
-
-    def _priced(self, forwards: int, backwards: int, tail: Floats | float, rates: Floats) -> list[_Limit]:
-        """Ticks of so many forwards and backwards, bytes for nothing and at every price: equation (N3)."""
-        ticks = forwards * self.layers.forward + backwards * self.layers.backward + tail
-        prices = np.concatenate([[0.0], rates * (backwards / self.in_flight)])
-        return self._limits(ticks + prices[:, None, None] * self._held, prices)
-
-    @cached_property
-    def _held(self) -> Floats:
-        held: Floats = self.layers.ogp_bytes + self.in_flight * self.layers.activation_bytes
-        return held
-
-    def _limits(self, counted: Floats, prices: Floats) -> list[_Limit]:
-        """Of the least over modes, summed up, with boundaries at the prices of their bytes: [price, mode, layer]."""
-        sums = np.zeros((len(prices), counted.shape[2] + 1))
-        counted.min(axis=1).cumsum(axis=1, out=sums[:, 1:])
-        boundaries = prices[:, None] * self.layers.boundary_bytes
-        outgoing = self.in_flight + (RECEIVE_BUFFERS if self.behind else 0)
-        stops = np.minimum.accumulate((sums + outgoing * boundaries)[:, ::-1], axis=1)[:, ::-1]
-        starts = np.maximum.accumulate(sums - RECEIVE_BUFFERS * boundaries, axis=1)
-        rooms = prices * (self.room_bytes * (1 + ROUNDING))
-        return [_Limit(*each) for each in zip(stops.tolist(), starts.tolist(), rooms.tolist(), strict=True)]
+_TURNED, _RETURNED, _ALONE, _HELD = range(4)
 
 
-def _furthest(limits: _Limits, start: int, left: _Left) -> int:
-    """Where a stage ends at most that starts there."""
-    reached = [
-        bisect_right(each.stops, each.starts[start] + each.room + ticks)
-        for several, ticks in zip(limits, left, strict=True)
-        for each in several
-    ]
-    return min(reached) - 1
+class _Limit(NamedTuple):
+    """A sum over a stage [i, j) of a rank that has a limit: stops(j) - starts(i) <= room + what is left of T."""
+
+    stops: list[float]
+    """By j: the least of what stands there and further behind, so that they rise."""
+    starts: list[float]
+    """By i: the most of what stands there and further ahead."""
+    room: float
+    way: int
+    """Place in `_Left` of what is left."""
 
 
-def _nearest(limits: _Limits, stop: int, left: _Left) -> int:
-    """Where a stage starts at least that ends there."""
-    reached = [
-        bisect_left(each.starts, each.stops[stop] - each.room - ticks)
-        for several, ticks in zip(limits, left, strict=True)
-        for each in several
-    ]
-    return max(reached)
+class _Limits(NamedTuple):
+    """Those of a rank."""
+
+    first: int
+    """Layers before its window; the tables begin there."""
+    each: list[_Limit]
+
+    def furthest(self, start: int, left: _Left) -> int:
+        """Where a stage ends at most that starts there."""
+        place = start - self.first
+        reached = [bisect_right(stops, starts[place] + room + left[way]) for stops, starts, room, way in self.each]
+        return self.first + min(reached) - 1
+
+    def nearest(self, stop: int, left: _Left) -> int:
+        """Where a stage starts at least that ends there."""
+        place = stop - self.first
+        reached = [bisect_left(starts, stops[place] - room - left[way]) for stops, starts, room, way in self.each]
+        return self.first + max(reached)
+
+
+class _Counted(NamedTuple):
+    """What a limit counts on every rank."""
+
+    way: int
+    """Place in `_Left`."""
+    forwards: Floats
+    backwards: Floats
+    tails: Floats
+    prices: Floats
+    """Of a byte."""
 
 
 @dataclass(frozen=True)
 class Filling:
     """The ranks of a column under one schedule, as whole layers fill them in order."""
 
-    ranks: tuple[_Rank, ...]
+    layers: tuple[InOrder, ...]
+    """Of every pipeline rank; ranks on devices that are alike share them."""
+    micro_batches: int
+    in_flight: tuple[int, ...]
+    room_bytes: tuple[int, ...]
     is_gpipe: bool
     """The schedule; otherwise it is 1f1b."""
-    transfers: tuple[Floats, ...]
+    transfers: tuple[list[float], ...]
     """Ticks behind every rank but the last, there and back, by number of layers before."""
+    _known: list[tuple[float, list[_Limits]]] = field(default_factory=list, repr=False, compare=False)
+    """Limits at prices, and the T in whose windows they were told last."""
 
     @classmethod
     def of(
@@ -214,19 +185,23 @@ class Filling:
             transfers: ticks behind every rank but the last, one way, by the last layer before; without: 0.
         """
         known = {key: InOrder.of(load) for key, load in {id(load): load for load in loads}.items()}
-        ranks = tuple(
-            _Rank(
-                layers=known[id(load)],
-                micro_batches=micro_batches,
-                behind=len(loads) - 1 - place,
-                in_flight=in_flight[place],
-                is_first=place == 0,
-                room_bytes=load.room_bytes,
-            )
-            for place, load in enumerate(loads)
+        layers = tuple(known[id(load)] for load in loads)
+        moved = transfers or [[0] * layers[0].count] * (len(loads) - 1)
+        both = {
+            key: [0.0, *(2.0 * ticks for ticks in each)] for key, each in {id(each): each for each in moved}.items()
+        }
+        return cls(
+            layers=layers,
+            micro_batches=micro_batches,
+            in_flight=tuple(in_flight),
+            room_bytes=tuple(load.room_bytes for load in loads),
+            is_gpipe=is_gpipe,
+            transfers=tuple(both[id(each)] for each in moved),
         )
-        moved = transfers or [[0] * ranks[0].layers.count] * (len(ranks) - 1)
-        return cls(ranks, is_gpipe, tuple(2.0 * np.array([0, *each]) for each in moved))
+
+    def under(self, in_flight: Sequence[int], *, is_gpipe: bool) -> Self:
+        """The same column under another schedule."""
+        return replace(self, in_flight=tuple(in_flight), is_gpipe=is_gpipe, _known=[])
 
     def bound(self, known_ticks: int, limit_ticks: int) -> int:
         """Ticks that no stage map beats, known ones or more: equation (N6).
@@ -251,67 +226,140 @@ class Filling:
             ticks: T.
             roughly: with bytes for nothing, which takes less time to tell.
         """
-        return self._windows(ticks, self._plain) is not None and (roughly or self.windows(ticks) is not None)
+        return (self._roughly(ticks) if roughly else self.windows(ticks)) is not None
 
     def windows(self, ticks: float) -> Windows | None:
         """Where ranks can start in stage maps that fit and take so many ticks or less; None: there are none."""
-        return self._windows(ticks, self._limits)
+        found = self._roughly(ticks)
+        return None if found is None else self._narrowed(ticks, found, self._priced(ticks, found))
+
+    def _roughly(self, ticks: float) -> Windows | None:
+        """With bytes for nothing: mostly that is enough."""
+        return self._narrowed(ticks, self._everywhere, self._plain)
+
+    @cached_property
+    def _everywhere(self) -> Windows:
+        return Windows.everywhere(self.layers[0].count, len(self.layers))
 
     @cached_property
     def _plain(self) -> list[_Limits]:
-        """By rank; bytes for nothing: mostly that is enough."""
-        return [rank.limits(np.zeros(0), is_gpipe=self.is_gpipe) for rank in self.ranks]
+        """By rank; bytes for nothing."""
+        return self._limits(self._everywhere, np.zeros((0, len(self.layers))))
 
-    @cached_property
-    def _limits(self) -> list[_Limits]:
-        """By rank."""
-        return [rank.limits(rank.layers.rates, is_gpipe=self.is_gpipe) for rank in self.ranks]
+    def _priced(self, ticks: float, windows: Windows) -> list[_Limits]:
+        """By rank, in these windows, or wider ones that were asked for before."""
+        if not self._known or self._known[0][0] < ticks:
+            most = max(len(each.rates) for each in self.layers)
+            rates = np.stack([np.pad(each.rates, (0, most - len(each.rates))) for each in self.layers], axis=1)
+            self._known[:] = [(ticks, self._limits(windows, rates))]
+        return self._known[0][1]
 
-    def _windows(self, ticks: float, limits: Sequence[_Limits]) -> Windows | None:
-        found = Windows.everywhere(self.ranks[0].layers.count, len(self.ranks))
+    def _narrowed(self, ticks: float, windows: Windows, limits: Sequence[_Limits]) -> Windows | None:
+        found = windows
         for _ in range(_ROUNDS):
             left = self._left(ticks, found)
-            narrowed = _filled(limits, left) if left else None
+            narrowed = _filled(limits, left, found) if left else None
             if narrowed is None or narrowed == found:
                 return narrowed
             found = narrowed
         return found
 
+    @cached_property
+    def _runs(self) -> list[tuple[int, int]]:
+        """Ranks on devices that are alike: the first, and the first behind."""
+        sizes = [len([*run]) for _, run in groupby(map(id, self.layers))]
+        return list(pairwise(accumulate(sizes, initial=0)))
+
     def _left(self, ticks: float, windows: Windows) -> list[_Left]:
         """What the stages in these windows leave every rank of a step: equation (N5); nothing where no rank's window
         holds some layer."""
-        least = np.full((2, self.ranks[0].layers.count), np.inf)
-        for p, rank in enumerate(self.ranks):
-            held = slice(windows.least[p], windows.most[p + 1])
-            least[:, held] = np.minimum(least[:, held], rank.layers.once[:, held])
-        if np.isinf(least).any():
+        least = np.full((2, self.layers[0].count), np.inf)
+        for first, behind in self._runs:
+            held = slice(windows.least[first], windows.most[behind])
+            np.minimum(least[:, held], self.layers[first].once[:, held], out=least[:, held])
+        down, before = ([0.0, *each] for each in least.cumsum(axis=1).tolist())
+        if before[-1] == np.inf:
             return []
-        down, before = np.pad(least.cumsum(axis=1), ((0, 0), (1, 0))).tolist()
-        cuts = [slice(first, last + 1) for first, last in zip(windows.least, windows.most, strict=True)][1:-1]
-        moved = [float(each[cut].min()) for each, cut in zip(self.transfers, cuts, strict=True)]
+        cuts = zip(self.transfers, windows.least[1:], windows.most[1:], strict=False)
+        moved = [min(each[nearest : furthest + 1]) for each, nearest, furthest in cuts]
         moved_behind = [*accumulate(reversed(moved), initial=0.0)][::-1]
         passing = before[-1] + sum(moved)
-        tail = float(self.ranks[0].layers.tail[0, : windows.least[1]].sum())
+        tail = float(self.layers[0].tail[0, : windows.least[1]].sum())
         left = []
-        for p in range(len(self.ranks)):
+        for p, (nearest, furthest) in enumerate(zip(windows.least, windows.most[1:], strict=False)):
             turned = ticks - passing - (tail if p else 0.0)
-            behind = before[-1] - before[windows.most[p + 1]] + moved_behind[p]
-            left.append(_Left(turned, turned - behind, ticks - down[windows.least[p]]))
+            behind = before[-1] - before[furthest] + moved_behind[p]
+            left.append(_Left(turned, turned - behind, ticks - down[nearest]))
         return left
 
+    def _counted(self, rates: Floats) -> list[_Counted]:
+        """What limits count by equations (N1) to (N3), at no price and at those of rates, [rate, rank]."""
+        ranks, count, units = len(self.layers), self.micro_batches, np.array(self.in_flight, dtype=np.float64)
+        ahead = np.minimum(count, ranks - np.arange(ranks))
+        free, ones, all_but_one = np.zeros(ranks), np.ones(ranks), np.full(ranks, count - 1.0)
+        first = (np.arange(ranks) == 0).astype(np.float64)
+        if self.is_gpipe:
+            ways = [(_TURNED, all_but_one, all_but_one, first)]
+        else:
+            ways = [(_TURNED, count - ahead, all_but_one, first), (_RETURNED, count - ahead, count - ahead, first)]
+        ways.append((_ALONE, all_but_one + 1, all_but_one + 1, ones))
+        prices = [free, *rates]
+        priced = [_Counted(*way, prices=price * way[2] / units) for way in ways for price in prices]
+        return [*priced, _Counted(_HELD, free, free, free, ones)]
 
-def _filled(every: Sequence[_Limits], left: Sequence[_Left]) -> Windows | None:
-    """Equation (N4). A layer that fits on no rank where greedy filling has it may still lie on another."""
-    layers, stages = len(every[0][-1][0].stops) - 1, len(every)
-    most, least = [0], [layers]
-    for p, limits in enumerate(every):
-        most.append(min(_furthest(limits, most[-1], left[p]), layers - (stages - 1 - p)))
-        if most[-1] <= p:
-            return None
-    if most[-1] < layers:
+    def _limits(self, windows: Windows, rates: Floats) -> list[_Limits]:
+        """By rank within windows, at no price and at those of rates, [rate, rank]."""
+        counted, first = self._counted(rates), np.array(windows.least[:-1])
+        width = int((np.array(windows.most[1:]) - first).max())
+        edges = np.minimum(first[:, None] + np.arange(width + 1), self.layers[0].count)
+        amounts = [np.stack(each) for each in zip(*(limit[1:] for limit in counted), strict=True)]
+        taken = self._taken(np.minimum(edges[:, :-1], self.layers[0].count - 1))
+        every = sum(amount[:, None, :, None] * table for amount, table in zip(amounts, taken, strict=True))
+        sums = np.zeros((len(counted), *edges.shape))
+        np.cumsum(every.min(axis=1), axis=2, out=sums[:, :, 1:])
+        paid = amounts[-1][:, :, None] * self._of_ranks("boundary_bytes", edges)
+        outgoing = np.array(self.in_flight) + RECEIVE_BUFFERS * (np.arange(len(edges)) < len(edges) - 1)
+        stops = np.minimum.accumulate((sums + outgoing[:, None] * paid)[:, :, ::-1], axis=2)[:, :, ::-1]
+        starts = np.maximum.accumulate(sums - RECEIVE_BUFFERS * paid, axis=2)
+        rooms = amounts[-1] * np.array(self.room_bytes) * (1 + ROUNDING)
+        tables = (table.swapaxes(0, 1).tolist() for table in (stops, starts, rooms))
+        ways = [limit.way for limit in counted]
+        return [
+            _Limits(here, [one for one in map(_Limit, *own, ways) if one.way != _RETURNED or returns])
+            for here, returns, *own in zip(first.tolist(), self._returns, *tables, strict=True)
+        ]
+
+    @property
+    def _returns(self) -> list[bool]:
+        """Does the last micro-batch come back to a rank that had to wait for another's backward before it?"""
+        return [self.micro_batches > len(self.layers) - rank for rank in range(len(self.layers))]
+
+    def _taken(self, layers: NDArray[np.intp]) -> list[Floats]:
+        """Of some layers of every rank what `_Counted` counts, [mode, rank, layer]."""
+        forward, backward, tail, ogp, activations = (
+            self._of_ranks(name, layers) for name in ("forward", "backward", "tail", "ogp_bytes", "activation_bytes")
+        )
+        return [forward, backward, tail, ogp + np.array(self.in_flight)[:, None] * activations]
+
+    def _of_ranks(self, name: str, places: NDArray[np.intp]) -> Floats:
+        """Of a table of the layers, what stands at these places of every rank, [..., rank, place]."""
+        kinds = {id(each): each for each in self.layers}
+        numbers = {key: number for number, key in enumerate(kinds)}
+        of_rank = np.array([numbers[id(each)] for each in self.layers])[:, None]
+        tables = np.stack([getattr(each, name) for each in kinds.values()], axis=-2)
+        found: Floats = tables[..., of_rank, places]
+        return found
+
+
+def _filled(limits: Sequence[_Limits], left: Sequence[_Left], windows: Windows) -> Windows | None:
+    """Equation (N4), within windows. A layer that fits on no rank where filling has it may still lie on another."""
+    most, least = [0], [windows.least[-1]]
+    for rank, own, furthest in zip(limits, left, windows.most[1:], strict=True):
+        most.append(min(rank.furthest(most[-1], own), furthest))
+    if any(behind < nearest for behind, nearest in zip(most, windows.least, strict=True)):
         return None
-    for p in reversed(range(stages)):
-        least.append(max(p, _nearest(every[p], least[-1], left[p])))
+    for p in reversed(range(len(limits))):
+        least.append(max(windows.least[p], limits[p].nearest(least[-1], left[p])))
         if least[-1] > most[p]:
             return None
     return Windows(tuple(reversed(least)), tuple(most))

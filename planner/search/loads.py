@@ -84,26 +84,27 @@ class _Bounding:
         self.known: dict[_Column, Floats] = {}
 
     def least(self, family: Family) -> int:
-        """Ticks that no layout beats under gpipe and 1f1b, with exchanges for nothing: equation (U4)."""
+        """Ticks that no layout beats under gpipe and 1f1b, with exchanges for nothing: equation (U4); where most layers
+        differ, whether any may beat the limit is all that is told."""
         loads = self._loads(family, {})
-        is_open = not _differ(loads) or self._open(family, loads, roughly=True)
-        return self._spread_out(loads) if is_open else self.limit
+        if _differ(loads):
+            return family.standing.least_ticks if self._open(family, loads) else self.limit
+        return self._spread_out(loads)
 
     def of_part(self, part: Family) -> int:
         """The same with what the part exchanges, and with whole layers in order: equations (U7) and (U8)."""
+        if _differ(self._loads(part, {})):
+            fillings = self._open(part, self._loads(part, _exchanges(self.work, part)))
+            least = min(part.standing.least_ticks, self.limit)
+            return min(
+                (max(each.bound(least, self.limit) for each in columns) for columns in fillings), default=self.limit
+            )
         for column, ranks in self._loads(part, {}).items():
             rows, spread = self.known[column], Spread.of(ranks, column[1], _least_in_flight(column))
             told = spread.dual(rows[: len(ranks)], rows[len(ranks) :]) * spread.ticks
             if told >= self.limit * (1 + ROUNDING):
                 return self.limit
-        loads = self._loads(part, _exchanges(self.work, part))
-        if not _differ(loads):
-            return self._spread_out(loads)
-        fillings = self._open(part, loads)
-        bound = self._spread_out(loads) if fillings else self.limit
-        if bound >= self.limit:
-            return bound
-        return min(max(each.bound(bound, self.limit) for each in columns) for columns in fillings)
+        return self._spread_out(self._loads(part, _exchanges(self.work, part)))
 
     def _spread_out(self, loads: Mapping[_Column, Sequence[RankLoad]]) -> int:
         """The linear bound: equation (U3)."""
@@ -114,17 +115,17 @@ class _Bounding:
             bound = max(bound, ticks)
         return bound
 
-    def _open(
-        self, family: Family, loads: Mapping[_Column, Sequence[RankLoad]], *, roughly: bool = False
-    ) -> list[list[Filling]]:
+    def _open(self, family: Family, loads: Mapping[_Column, Sequence[RankLoad]]) -> list[list[Filling]]:
         """The columns under every schedule that may beat the limit: equation (U8)."""
-        found = []
+        found, known = [], dict[_Column, Filling]()
         for is_gpipe in dict.fromkeys(order.schedule == "gpipe" for order in family.orders):
             columns: list[Filling] = []
             for (row, share), ranks in loads.items():
                 units = [share] * len(row) if is_gpipe else _least_in_flight((row, share))
-                columns.append(Filling.of(ranks, share, units, is_gpipe=is_gpipe))
-                if not columns[-1].leaves(self.limit, roughly=roughly):
+                if (row, share) not in known:
+                    known[row, share] = Filling.of(ranks, share, units, is_gpipe=is_gpipe)
+                columns.append(known[row, share].under(units, is_gpipe=is_gpipe))
+                if not columns[-1].leaves(self.limit):
                     break
             else:
                 found.append(columns)
