@@ -346,6 +346,8 @@ class LayerRun:
 
     @staticmethod
     def _loss(watcher: Watcher, output: Tensor) -> Tensor:
+        if output.dim() < 2:  # a number per sample, or one of all: a loss already
+            return output.float().mean()
         targets = torch.empty(output.shape[:-1], dtype=torch.long, device=output.device)
         with _disable_current_modes():
             targets.zero_()

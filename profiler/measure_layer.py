@@ -128,8 +128,8 @@ class LayerWorkload:
     """What the layer takes."""
     gradients: Tensors
     """One of each of the layer's outputs; none for the last layer, whose output goes into the loss."""
-    classes: Tensor | None
-    """For the last layer: what its logits are compared with; their shape without the last dimension."""
+    classes: Tensors | None
+    """For the last layer: what each of its outputs is compared with, its shape without the last dimension."""
     trained: tuple[bool, ...]
     """Of every input: its gradient is wanted. Data has none."""
     recomputed: dict[RecomputeMode, BuiltLayer] = field(default_factory=dict)
@@ -172,11 +172,12 @@ class LayerWorkload:
 
     def _forward(self, layer: BuiltLayer, mark: Mark) -> tuple[Tensors, Tensors]:
         """Fresh leaves, as a stage's receive buffers are; and the outputs, or the loss."""
-        pairs = zip(self.inputs, self.trained, strict=True)
-        inputs = tuple(tensor.detach().requires_grad_(trained) for tensor, trained in pairs)
+        given = zip(self.inputs, self.trained, strict=True)
+        inputs = tuple(tensor.detach().requires_grad_(trained) for tensor, trained in given)
         outputs = layer(inputs, mark)
         if self.classes is not None:
-            outputs = (cross_entropy(outputs[0].flatten(0, -2).float(), self.classes.flatten()),)
+            pairs = zip(outputs, self.classes, strict=True)
+            outputs = tuple(_loss(output, classes) for output, classes in pairs if output.requires_grad)
         mark()
         return inputs, outputs
 
@@ -192,6 +193,13 @@ class LayerWorkload:
             return outputs, None
         pairs = [pair for pair in zip(outputs, self.gradients, strict=True) if pair[0].requires_grad]
         return tuple(output for output, _ in pairs), tuple(gradient for _, gradient in pairs)
+
+
+def _loss(output: Tensor, classes: Tensor) -> Tensor:
+    """As counted (`profiler.layer_count`): cross entropy, or the mean of what has no dimension of classes."""
+    if output.dim() < 2:
+        return output.float().mean()
+    return cross_entropy(output.flatten(0, -2).float(), classes.flatten())
 
 
 def as_tuple(value: Any) -> Tensors:
@@ -276,12 +284,11 @@ class Bench:
         takes, makes = borders.takes[index], borders.makes[index]
         data = self.source.example_inputs(*size, self.device)
         is_last = index == len(borders.makes) - 1
-        last = makes[0].shape
         return LayerWorkload(
             layer=layer,
             inputs=tuple(self._values(tensor, data) for tensor in takes),
             gradients=() if is_last else tuple(self._values(tensor) for tensor in makes),
-            classes=torch.randint(last[-1], last[:-1], device=self.device) if is_last else None,
+            classes=tuple(map(self._classes, makes)) if is_last else None,
             trained=tuple(index > 0 and tensor.requires_grad for tensor in takes),
             recomputed=dict(recomputed or {}),
         )
@@ -332,6 +339,10 @@ class Bench:
             return torch.randn(tensor.shape, device=self.device).to(tensor.dtype)
         known = (each for each in data if (each.shape, each.dtype) == (tensor.shape, tensor.dtype))
         return next(known, torch.zeros_like(tensor, device=self.device))
+
+    def _classes(self, output: Tensor) -> Tensor:
+        """One of each row of an output; none of a single number."""
+        return torch.randint((1, *output.shape)[-1], output.shape[:-1], device=self.device)
 
     def _borders_of(self, size: Size) -> Borders:
         if size not in self._borders:

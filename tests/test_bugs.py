@@ -19,15 +19,18 @@ from torch import Tensor, nn
 from planner.errors import DocumentError, SpecError, UnsupportedError
 from planner.executor.failure import read_failure, write_failure
 from planner.executor.materialise import materialise
+from planner.executor.rank_module import merge
+from planner.executor.reference import train_reference
 from planner.executor.runtime import _LossShare
 from planner.search import plan
 from planner.spec import Cluster, parse
 from planner.spec.profile import RecomputeMode
-from profiler import host_random
+from profiler import count, host_random, measure
 from profiler.cut import cut_model
 from profiler.models import load_model
 from profiler.recompute import recompute
 from tests.builders import cluster, job, layer, profile, request
+from tests.executor.plans import make_plan
 
 
 def test_first_and_last_layer_of_a_sequential_are_kinds_of_their_own() -> None:
@@ -227,3 +230,46 @@ def test_losses_that_are_no_loss_are_told(what: str) -> None:
     share = _LossShare(NO_LOSSES[what], 2, None)
     with pytest.raises(UnsupportedError, match=r"loss: returned .* Mend: return the mean"):
         share(torch.zeros(3, requires_grad=True), torch.zeros(3))
+
+
+class Scored(nn.Module):
+    """Returns a number per sample, and one of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """(samples, 4) -> (samples,), ()."""
+        hidden = torch.tanh(self.first(inputs))
+        return self.last(hidden).squeeze(-1), hidden.square().mean()
+
+
+def scored() -> tuple[nn.Module, Tensor]:
+    """A model that makes its own penalty."""
+    return Scored(), torch.zeros(1, 4)
+
+
+def scored_loss(output: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+    """Of its two outputs."""
+    return (output[0] - targets).square().mean() + output[1]
+
+
+def test_outputs_without_classes() -> None:
+    """A model that returns a number per sample, or a loss of its own, could be neither profiled nor trained."""
+    source = load_model(f"{__name__}:scored")
+    layers = [each.name for each in source.cut().layers]
+    sizes = {"micro_batch_sizes": (2,)}
+    counted = count.profile(source, sequence_length=0, **sizes)
+    measured = measure.profile(source, device="cpu", sequence_lengths=(0,), time_budget_seconds=0.1, **sizes)
+    assert [each.name for each in counted.layers] == [each.name for each in measured.layers] == layers
+    step = make_plan(layers, micro_batch_size=2, sequence_length=0)
+    trained = train_reference(step, source, steps=1, data="synthetic", loss=f"{__name__}:scored_loss")
+    assert 0 < trained.losses[0] < 10
+
+
+def test_modules_of_two_names_on_ranks_of_several_stages() -> None:
+    """A rank that holds several stages knew them by one of the names only, as then did its checkpoints."""
+    shared = nn.Linear(2, 2)
+    stages = [nn.ModuleDict({"source": shared, "target": shared}), nn.ModuleDict({"head": nn.Linear(2, 2)})]
+    assert {"source.weight", "target.weight"} <= set(merge(stages).state_dict())

@@ -90,7 +90,7 @@ class Executor:
         self.source = as_planned(self.plan, model if isinstance(model, ModelSource) else load_model(model))
         check_model(self.plan, self.source)
         _check_loss(self.plan, self.source, loss)
-        fill = materialise if weights is None else Weights(weights).materialise
+        given = None if weights is None else Weights(weights)
         self.device = choose_device(device)
         if deterministic:
             _be_deterministic()
@@ -111,9 +111,13 @@ class Executor:
                 seed=seed,
                 learning_rate=learning_rate,
                 loss=counted or load_loss(loss, self.source.input_kind),
-                fill=fill,
+                fill=materialise if given is None else given.materialise,
             )
         self._seed = seed
+        self._remarks = (
+            remark(self.plan.request.job.precision, self.device),
+            None if given is None else given.remark(self.source.blueprint),
+        )
         clip = max_gradient_norm
         self._trainer = Trainer(
             self.plan, self.part, self.mesh, dataset, device=self.device, clip=clip, counted=counted
@@ -158,8 +162,7 @@ class Executor:
         peak = peak_bytes(self.device)
         mine = rank_of(self.part.module, self.part.optimizer, self.part.offload, self.mesh, peak_bytes=peak)
         measured = gather(self.plan, self.source.name, self.device, mine, records, first)
-        said = remark(self.plan.request.job.precision, self.device)
-        return measured.model_copy(update={"warnings": (*filter(None, [said]), *self._trainer.warnings)})
+        return measured.model_copy(update={"warnings": (*filter(None, self._remarks), *self._trainer.warnings)})
 
     @property
     def stopped(self) -> bool:
