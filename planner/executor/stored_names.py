@@ -7,7 +7,7 @@ one tensor. transformers has such rules for every architecture that needs them (
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -48,6 +48,10 @@ class StoredNames:
 
     def __contains__(self, name: str) -> bool:
         return name in self._parts or name in self._first
+
+    def parts_of(self, names: Collection[str]) -> set[str]:
+        """Names in the files of all that these are made of."""
+        return {stored for found, parts in self._parts.items() if found in names for stored, _ in parts}
 
     def read(self, name: str, read: Read) -> torch.Tensor:
         """A parameter, made of its parts."""

@@ -7,6 +7,7 @@ one by one (`planner.executor.stored_names`); of a shared parameter any of its n
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -65,6 +66,32 @@ class Weights:
         """What the files hold by transformers' rules for this model; None: it is not one of theirs."""
         return StoredNames(model, self._file_of) if hasattr(model, "base_model_prefix") else None
 
+    def unused(self, model: nn.Module) -> tuple[str, ...]:
+        """What the files hold and the model does not have, by name: more layers, another head.
+
+        Args:
+            model: whole; its parameters may have no storage.
+        """
+        prefix = _prefix_of(model)
+        both = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+        held = {name for named in both for name, _ in named}
+        known = held | {name.removeprefix(prefix) for name in held}
+        left = [name for name in self._file_of if name not in known]
+        others = self.under_other_names(model) if left else None
+        if others is not None:
+            ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+            parts = others.parts_of(held)
+            left = [name for name in left if name not in parts and not any(re.search(each, name) for each in ignored)]
+        return tuple(left)
+
+    def remark(self, model: nn.Module) -> str | None:
+        """A warning of what is unused, in words; None: all is used."""
+        names = self.unused(model)
+        if not names:
+            return None
+        tensors = f"{len(names)} tensors" if len(names) > 1 else "a tensor"
+        return f"{self._path} holds {tensors} that the model does not have, such as {names[0]}: left out"
+
     def read(self, name: str) -> torch.Tensor:
         """One tensor."""
         with self._open(self._file_of[name]) as file:
@@ -98,8 +125,7 @@ class _Loading:
 
     def __init__(self, weights: Weights, source: ModelSource) -> None:
         self._weights = weights
-        base = getattr(source.blueprint, "base_model_prefix", "")
-        self._prefix = f"{base}." if base else ""
+        self._prefix = _prefix_of(source.blueprint)
         self._blueprint = source.blueprint
         self._shared = {name: shared.names for shared in source.cut().shared_parameters for name in shared.names}
         self._done: set[str] = set()
@@ -145,6 +171,12 @@ class _Loading:
         others = self._others
         name = None if others is None else next((name for name in names if name in others), None)
         return None if others is None or name is None else (name, others.read(name, self._weights.read))
+
+
+def _prefix_of(model: nn.Module) -> str:
+    """Before the names of a transformers model's base."""
+    base = getattr(model, "base_model_prefix", "")
+    return f"{base}." if base else ""
 
 
 def _persistent_buffers(name: str, module: nn.Module, *, recurse: bool) -> Iterator[tuple[str, torch.Tensor]]:

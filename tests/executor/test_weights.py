@@ -116,18 +116,41 @@ def test_experts_that_stand_one_by_one(name: str, tmp_path: Path) -> None:
 def test_a_run_starts_from_them(tmp_path: Path) -> None:
     """The first loss is that of a single process from the same file, and not that of the seed."""
     source = source_of("mlp", tmp_path)
-    save_model(trained(source), str(tmp_path / "w.safetensors"))
+    save_file({**trained(source).state_dict(), "further": torch.zeros(1)}, tmp_path / "w.safetensors")
     plan = make_plan([layer.name for layer in source.cut().layers], sequence_length=0)
     losses = {}
     for weights in (None, tmp_path / "w.safetensors"):
         executor = Executor(plan, source, data="synthetic", device="cpu", weights=weights, deterministic=True)
-        losses[weights] = executor.train(steps=2).losses
+        measured = executor.train(steps=2)
+        losses[weights] = measured.losses
+        told = f"{weights} holds a tensor that the model does not have, such as further: left out"
+        assert measured.warnings == (() if weights is None else (told,))
         assert torch.are_deterministic_algorithms_enabled()
         executor.close()
         torch.use_deterministic_algorithms(False)
         expected = train_reference(plan, source, steps=2, data="synthetic", weights=weights).losses
         assert losses[weights] == pytest.approx(expected, abs=1e-6)
     assert abs(losses[None][0] - losses[tmp_path / "w.safetensors"][0]) > 0.01
+
+
+@pytest.mark.parametrize("name", ["gpt2", "tied-llama", "mixtral", "deepseek-v3", "resnet"])
+def test_what_the_model_does_not_have_is_told(name: str, tmp_path: Path) -> None:
+    """The first layers of a deeper model were taken for this one's, without a word; all of its own is used."""
+    source = source_of(name, tmp_path)
+    model = trained(source)
+    whole, deeper = tmp_path / "whole", tmp_path / "deeper.safetensors"
+    if hasattr(model, "save_pretrained"):
+        cast("Any", model).save_pretrained(whole)
+    else:
+        whole.mkdir()
+        save_model(model, str(whole / "model.safetensors"))
+    assert Weights(whole).unused(source.blueprint) == ()
+    assert Weights(whole).remark(source.blueprint) is None
+    state = {each: value.clone() for each, value in model.state_dict().items()}
+    save_file(state | {"model.layers.9.norm.weight": torch.zeros(3)}, deeper)
+    assert Weights(deeper).unused(source.blueprint) == ("model.layers.9.norm.weight",)
+    told = Weights(deeper).remark(source.blueprint)
+    assert told == f"{deeper} holds a tensor that the model does not have, such as model.layers.9.norm.weight: left out"
 
 
 def test_other_weights_are_refused(tmp_path: Path) -> None:
