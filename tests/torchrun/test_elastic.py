@@ -17,7 +17,7 @@ from torch import nn
 from planner.errors import RunError
 from planner.executor.elastic import ElasticPolicy
 from planner.executor.launch import run_plan
-from planner.executor.loss import next_token
+from planner.executor.loss import classification
 from planner.executor.reference import train_reference
 from planner.executor.weigh import Rebalanced
 from planner.spec import Infeasible, MeasuredRun, Plan, read
@@ -30,13 +30,14 @@ SLOW, FAST = 1000.0, 1.0
 """Predicted seconds of one device and of two."""
 ALONE_SECONDS = 0.2
 """That a micro-batch really takes longer on one device: so that moving pays, however long it takes."""
+TOGETHER_SECONDS = 0.01
+"""On two: so that the run has not come to its end before the rank is killed."""
 
 
-def slow_alone(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Next-token prediction, slow on one device."""
-    if os.environ.get("WORLD_SIZE") == "1":
-        time.sleep(ALONE_SECONDS)
-    return next_token(logits, tokens)
+def slow_alone(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Cross entropy, slow on one device."""
+    time.sleep(ALONE_SECONDS if os.environ.get("WORLD_SIZE") == "1" else TOGETHER_SECONDS)
+    return classification(outputs, targets)
 
 
 class Planner:
@@ -44,7 +45,10 @@ class Planner:
 
     def __init__(self, layers: list[str]) -> None:
         self.asked: list[int] = []
-        self.plans = {1: _predicting(make_plan(layers), SLOW), 2: _predicting(make_plan(layers, (2, 4)), FAST)}
+        self.plans = {
+            1: _predicting(make_plan(layers, sequence_length=0), SLOW),
+            2: _predicting(make_plan(layers, (2, 4), sequence_length=0), FAST),
+        }
 
     def for_devices(self, devices: int) -> Plan | Infeasible:
         """One of them."""
@@ -115,7 +119,7 @@ def _own_children(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_killed_rank_costs_no_step_beyond_the_last_checkpoint(tmp_path: Path) -> None:
     """Two ranks, then one, then two again: the losses are those of the undisturbed run, and every move is told."""
-    source = source_of("gpt2", tmp_path)
+    source = source_of("mlp", tmp_path)
     planner = Planner([layer.name for layer in source.cut().layers])
     lines: list[str] = []
     killed, last = [False], [0]
@@ -130,8 +134,9 @@ def test_a_killed_rank_costs_no_step_beyond_the_last_checkpoint(tmp_path: Path) 
 
     measured = run_plan(
         planner.plans[2],
-        model=str(tmp_path / "gpt2.json"),
+        model=source.name,
         steps=STEPS,
+        data="synthetic",
         device="cpu",
         loss=f"{__name__}:slow_alone",
         output=tmp_path / "measured.json",
@@ -141,7 +146,7 @@ def test_a_killed_rank_costs_no_step_beyond_the_last_checkpoint(tmp_path: Path) 
         checkpoint_every=EVERY,
         elastic=ElasticPolicy(planner=planner, discover=lambda: (0,) if killed[0] and last[0] < BACK_AFTER else (0, 1)),
     )
-    expected = train_reference(planner.plans[2], source, steps=STEPS).losses
+    expected = train_reference(planner.plans[2], source, steps=STEPS, data="synthetic").losses
     trained = measured.losses_by_step
     assert [trained[step] for step in range(STEPS)] == pytest.approx(expected, abs=1e-5)
     assert planner.asked == [1, 2]
@@ -209,8 +214,8 @@ def test_a_slow_rank_loses_layers(tmp_path: Path) -> None:
 
 def test_without_elastic_the_killed_rank_is_named(tmp_path: Path) -> None:
     """Not its neighbour, which only lost it."""
-    source = source_of("gpt2", tmp_path)
-    plan = make_plan([layer.name for layer in source.cut().layers], (2, 4))
+    source = source_of("mlp", tmp_path)
+    plan = make_plan([layer.name for layer in source.cut().layers], (2, 4), sequence_length=0)
     started = [False]
 
     def log(line: str) -> None:
@@ -219,4 +224,4 @@ def test_without_elastic_the_killed_rank_is_named(tmp_path: Path) -> None:
             kill_rank(1)
 
     with pytest.raises(RunError, match=r"rank 1 was killed \(signal 9\)"):
-        run_plan(plan, model=str(tmp_path / "gpt2.json"), steps=10**6, device="cpu", log=log, timeout_seconds=30)
+        run_plan(plan, model=source.name, steps=10**6, data="synthetic", device="cpu", log=log, timeout_seconds=30)

@@ -19,6 +19,15 @@ from tests.executor.plans import make_plan, source_of
 pytestmark = pytest.mark.torchrun
 
 
+def run_with_loss(name: str, timeout_seconds: float) -> None:
+    """A step of two stages, of which the last one takes this loss."""
+    plan = make_plan(
+        [layer.name for layer in source_of("mlp", Path()).cut().layers], (2, 4), micro_batches=2, sequence_length=0
+    )
+    model, loss = "tests.executor.plans:mlp", f"{__name__}:{name}"
+    run_plan(plan, model=model, steps=1, data="synthetic", loss=loss, timeout_seconds=timeout_seconds)
+
+
 def failing_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Fails on the last stage only."""
     raise ValueError("this loss has a mistake")
@@ -67,15 +76,13 @@ def sleeping_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return logits.sum()
 
 
-def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_come_is_named() -> None:
     """The error tells who waited in which action for what, and which rank was busy."""
-    source = source_of("gpt2", tmp_path)
-    plan = make_plan([layer.name for layer in source.cut().layers], (2, 4), micro_batches=2)
     told = (
         r"rank 0 waited in vain in step 0, in 0B0, for the gradient of stage 1; ranks that did not wait themselves: 1"
     )
     with pytest.raises(RunError, match=told):
-        run_plan(plan, model=str(tmp_path / "gpt2.json"), steps=1, loss=f"{__name__}:sleeping_loss", timeout_seconds=10)
+        run_with_loss("sleeping_loss", timeout_seconds=10)
 
 
 def crashing_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -84,21 +91,17 @@ def crashing_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return logits.sum()
 
 
-def test_crashing_rank_is_named(tmp_path: Path) -> None:
+def test_crashing_rank_is_named() -> None:
     """A segmentation fault leaves no exception: the error tells the rank, its step and where it stood."""
-    source = source_of("gpt2", tmp_path)
-    plan = make_plan([layer.name for layer in source.cut().layers], (2, 4), micro_batches=2)
     told = r"(?s)rank 1 was killed \(signal 11\), in step 0:\n.*Segmentation fault.* in crashing_loss"
     with pytest.raises(RunError, match=told):
-        run_plan(plan, model=str(tmp_path / "gpt2.json"), steps=1, loss=f"{__name__}:crashing_loss", timeout_seconds=30)
+        run_with_loss("crashing_loss", timeout_seconds=30)
 
 
-def test_failing_rank_is_named(tmp_path: Path) -> None:
+def test_failing_rank_is_named() -> None:
     """The error tells the rank that failed first and its last lines; its neighbours do not hang."""
-    source = source_of("gpt2", tmp_path)
-    plan = make_plan([layer.name for layer in source.cut().layers], (2, 4), micro_batches=2)
     with pytest.raises(RunError, match=r"(?s)rank 1 failed first in step 0:\n.*this loss has a mistake"):
-        run_plan(plan, model=str(tmp_path / "gpt2.json"), steps=1, loss=f"{__name__}:failing_loss", timeout_seconds=30)
+        run_with_loss("failing_loss", timeout_seconds=30)
 
 
 def test_metrics_are_json_lines(tmp_path: Path) -> None:
