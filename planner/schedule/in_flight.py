@@ -40,8 +40,9 @@ def most_held(actions: Sequence[Action]) -> dict[int, int]:
     row = Row.read(actions)
     changes = _CHANGES[row.kinds]
     moment = int(changes.cumsum().argmax()) + 1
-    held = np.bincount(row.stages[:moment], weights=changes[:moment])
-    return {stage: int(held[stage]) for stage in np.unique(row.stages[:moment]).tolist()}
+    stages = row.stages[:moment]
+    held, run = np.bincount(stages, weights=changes[:moment]), np.flatnonzero(np.bincount(stages))
+    return dict(zip(run.tolist(), held[run].astype(np.int64).tolist(), strict=True))
 
 
 def crests(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:

@@ -7,6 +7,7 @@ it takes its units, and how long it puts off weight gradients.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from itertools import groupby
 
 import numpy as np
@@ -26,8 +27,18 @@ def grouped_units(shape: Shape, rank: int, groups: Iterable[int]) -> tuple[Units
     Micro-batches run in groups of the given sizes; inside a group stage by stage, backwards from the last stage. With
     sequence chunks, those of a micro-batch run one after the other, backwards from the last one.
     """
-    chunks = shape.sequence_chunks
-    stages = np.arange(rank, shape.ranks * shape.virtual_stages, shape.ranks)[:, None, None]
+    forwards, backwards = _loops(shape.virtual_stages, shape.sequence_chunks, tuple(groups))
+
+    def on_rank(units: Units) -> Units:
+        return Units(rank + shape.ranks * units.stages, units.micro_batches)
+
+    return on_rank(forwards), on_rank(backwards)
+
+
+@lru_cache(maxsize=8)
+def _loops(virtual_stages: int, chunks: int, groups: tuple[int, ...]) -> tuple[Units, Units]:
+    """`grouped_units` with stages counted on their rank; kept, since they are the same on every rank."""
+    stages = np.arange(virtual_stages)[:, None, None]
     runs: list[tuple[Numbers, Numbers]] = []
     first = 0
     for size, same in groupby(groups):

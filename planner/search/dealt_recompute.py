@@ -133,7 +133,7 @@ class PerLayer:
     @cached_property
     def _trades(self) -> tuple[_Places, _Floats, _Floats]:
         """Of all layers, whichever give up bytes for ticks: layer, ticks per byte of a micro-batch, bytes."""
-        known = {id(options): trades(options) for options in self.modes}
+        known = {place: trades(options) for place, options in _distinct(self.modes).items()}
         rows = [(layer, *each) for layer, options in enumerate(self.modes) for each in known[id(options)]]
         layers, rates, freed = zip(*rows, strict=True) if rows else ((), (), ())
         return np.array(layers, dtype=np.intp), np.array(rates, dtype=np.float64), np.array(freed, dtype=np.float64)
@@ -145,7 +145,9 @@ class PerLayer:
         return replace(self.fastest, activation_bytes=activation, temporary_bytes=temporary)
 
     def _least(self, name: str) -> _Numbers:
-        known = {id(options): min(getattr(cost, name) for cost in options) for options in self.modes}
+        known = {
+            place: min(getattr(cost, name) for cost in options) for place, options in _distinct(self.modes).items()
+        }
         return np.array([known[id(options)] for options in self.modes], dtype=np.int64)
 
 
@@ -158,8 +160,16 @@ def in_parts(work: Sequence[int]) -> tuple[int, ...]:
 
 def fastest_modes(modes: Sequence[LayerModes]) -> tuple[LayerModes, ...]:
     """The one choice of every layer whose backward takes least, and of those the leanest."""
-    known = {id(each): (min(each, key=lambda cost: (cost.backward_ticks, cost.activation_bytes)),) for each in modes}
-    return tuple(known[id(each)] for each in modes)
+    known = {
+        place: (min(each, key=lambda cost: (cost.backward_ticks, cost.activation_bytes)),)
+        for place, each in _distinct(modes).items()
+    }
+    return tuple(map(known.__getitem__, map(id, modes)))
+
+
+def _distinct(modes: Sequence[LayerModes]) -> dict[int, LayerModes]:
+    """Choices by identity: most layers share them."""
+    return dict(zip(map(id, modes), modes, strict=True))
 
 
 def fewest_modes(

@@ -431,12 +431,12 @@ def compositions(total: int, parts: int) -> Table:
     """All ways to write a whole number as a sum of so many, [way, part]."""
     if parts == 1:
         return np.array([[total]], dtype=np.int64)
-    rows = [
-        np.column_stack([np.full(len(rest), first, dtype=np.int64), rest])
-        for first in range(total + 1)
-        for rest in (compositions(total - first, parts - 1),)
-    ]
-    return np.concatenate(rows)
+    if parts == 2:
+        first = np.arange(total + 1, dtype=np.int64)
+        return np.column_stack([first, total - first])
+    rests = [compositions(total - first, parts - 1) for first in range(total + 1)]
+    firsts = np.repeat(np.arange(total + 1, dtype=np.int64), list(map(len, rests)))
+    return np.column_stack([firsts, np.concatenate(rests)])
 
 
 def _differences(prefix: Table, starts: Table, stops: Table) -> Table:

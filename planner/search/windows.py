@@ -81,10 +81,10 @@ class Kinds:
     @classmethod
     def of(cls, modes: Sequence[tuple[LayerCost, ...]]) -> Self:
         """Of the allowed modes of every layer."""
-        numbers: dict[int, int] = {}
-        places = [numbers.setdefault(id(options), len(numbers)) for options in modes]
-        distinct = {id(options): options for options in modes}
-        return cls(tuple(distinct.values()), np.array(places, dtype=np.intp))
+        every = list(map(id, modes))
+        distinct = dict(zip(every, modes, strict=True))
+        numbers = dict(zip(distinct, range(len(distinct)), strict=True))
+        return cls(tuple(distinct.values()), np.array(list(map(numbers.__getitem__, every)), dtype=np.intp))
 
     def sums(self, values: Sequence[int]) -> _Sums:
         """Sum of a value of every kind over the layers before each layer, and over all."""
