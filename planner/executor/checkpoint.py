@@ -74,13 +74,24 @@ class Checkpoints:
     """
 
     def __init__(
-        self, policy: CheckpointPolicy, plan: Plan, source: ModelSource, part: RankPart, mesh: Mesh, *, seed: int
+        self,
+        policy: CheckpointPolicy,
+        plan: Plan,
+        source: ModelSource,
+        part: RankPart,
+        mesh: Mesh,
+        *,
+        seed: int,
+        data: str,
     ) -> None:
         self._policy = policy
         self._plan = plan
         self._source = source
         self._part = part
         self._mesh = mesh
+        self._data = data
+        self.remark: str | None = None
+        """A warning of what was resumed."""
         self._trained = Trained.of(plan, source.digest, seed)
         self._names = {name: shared.names[0] for shared in source.cut().shared_parameters for name in shared.names}
         # A group of its own: a save in the background must not stand between two collectives of a step.
@@ -180,6 +191,7 @@ class Checkpoints:
             layout=layout_digest(self._plan),
             model=self._source.name,
             trained=self._trained,
+            data=self._data,
             loss_scale=None if scaler is None else ScaleState(scale=scaler.scale, good_steps=scaler.good_steps),
         )
 
@@ -226,6 +238,8 @@ class Checkpoints:
     def _restore(self, path: Path) -> int:
         manifest = read_manifest(path)
         check_same_training(manifest, self._trained)
+        if manifest.data not in ("", self._data):
+            self.remark = f"{path} was trained with the data {manifest.data}; this run goes on with {self._data}"
         self._verify(path, manifest)
         reader = FileSystemReader(path)
         stored = {

@@ -86,6 +86,8 @@ class Manifest(Document):
     """`layout_digest` of the plan."""
     model: str
     trained: Trained
+    data: str = ""
+    """Reference of the samples; empty: written before it was kept."""
     loss_scale: ScaleState | None = None
     files: dict[str, FileFacts] = Field(default_factory=dict)
 

@@ -113,7 +113,7 @@ class Executor:
                 loss=counted or load_loss(loss, self.source.input_kind),
                 fill=materialise if given is None else given.materialise,
             )
-        self._seed = seed
+        self._seed, self._data = seed, data
         self._remarks = (
             remark(self.plan.request.job.precision, self.device),
             None if given is None else given.remark(self.source.blueprint),
@@ -162,7 +162,8 @@ class Executor:
         peak = peak_bytes(self.device)
         mine = rank_of(self.part.module, self.part.optimizer, self.part.offload, self.mesh, peak_bytes=peak)
         measured = gather(self.plan, self.source.name, self.device, mine, records, first)
-        return measured.model_copy(update={"warnings": (*filter(None, self._remarks), *self._trainer.warnings)})
+        remarks = (*self._remarks, None if keeper is None else keeper.remark)
+        return measured.model_copy(update={"warnings": (*filter(None, remarks), *self._trainer.warnings)})
 
     @property
     def stopped(self) -> bool:
@@ -172,7 +173,7 @@ class Executor:
     def _keeper(self, policy: CheckpointPolicy | None) -> Checkpoints | None:
         if policy is None:
             return None
-        return Checkpoints(policy, self.plan, self.source, self.part, self.mesh, seed=self._seed)
+        return Checkpoints(policy, self.plan, self.source, self.part, self.mesh, seed=self._seed, data=self._data)
 
     def close(self) -> None:
         """Leave the process group, when this executor made it."""

@@ -78,6 +78,15 @@ def test_a_copy_is_written_not_what_training_goes_on_to_change(gpt2: ModelSource
     assert resumed.losses == straight.losses[2:]
 
 
+def test_other_samples_are_told(gpt2: ModelSource, tmp_path: Path) -> None:
+    """A run that resumes may read others, and says so: by mistake it did so without a word."""
+    folder, warned = tmp_path / "kept", []
+    for steps, data in ((1, "stdlib"), (2, "stdlib"), (3, "synthetic")):
+        warned.append(_train(gpt2, steps, CheckpointPolicy(directory=folder, resume=True), data=data).warnings)
+    told = f"{folder / 'step-00000002'} was trained with the data stdlib; this run goes on with synthetic"
+    assert warned == [(), (), (told,)]
+
+
 def test_generators_go_on(gpt2: ModelSource, tmp_path: Path) -> None:
     """A loss that draws random numbers of its own draws those of the undisturbed run."""
     random.seed(1)
