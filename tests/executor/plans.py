@@ -155,7 +155,7 @@ FALCON = {
 }
 FALCON_ALIBI = {**FALCON, "num_kv_heads": 4, "new_decoder_architecture": False, "multi_query": False, "alibi": True}
 PHI3 = {**LLAMA, "model_type": "phi3", "num_hidden_layers": 2, "max_position_embeddings": 64, "pad_token_id": 0}
-GRAPHS = ("unet", "resnet", "diffusion", "wide")
+GRAPHS = ("unet", "resnet", "diffusion", "wide", "halting")
 """Callables of `tests.profiler.graphs`."""
 FROZEN = (
     "adapted_llama",

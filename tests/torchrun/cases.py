@@ -28,9 +28,10 @@ from profiler.models import ModelSource
 from tests.builders import cluster, job, layer, profile, request
 from tests.executor.plans import make_plan, source_of
 
-STEPS = 6
+STEPS = 3
+OVERFLOWING: dict[str, Any] = {"steps": 6, "learning_rate": 3e-4, "loss": "tests.executor.plans:steep_loss"}
+"""Long enough for the loss scale to fall, and for steps that count behind them."""
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-STEEP_LOSS = "tests.executor.plans:steep_loss"
 
 
 def synthesized() -> tuple[tuple[str, ...], ...]:
@@ -67,7 +68,7 @@ class Case:
     steps: int = STEPS
     actions: Callable[[], tuple[tuple[str, ...], ...]] = tuple
     """Of a schedule without a name."""
-    learning_rate: float = 3e-4
+    learning_rate: float = 5e-4
     data: str | None = None
 
 
@@ -80,7 +81,7 @@ TWO_RANKS = {
     "dp2-masked-targets": Case(
         "llama", (6,), {"data": 2, "micro_batches": 2}, clip=0.5, data="tests.executor.plans:masked"
     ),
-    "tp2": Case("llama", (6,), {"tensor": 2, "recompute": {1: "selective", 2: "full"}}, clip=0.5),
+    "tp2": Case("llama", (6,), {"tensor": 2, "micro_batches": 2, "recompute": {1: "selective", 2: "full"}}, clip=0.5),
     "tp2-partial-gradients": Case(
         "qwen3", (6,), {"tensor": 2, "micro_batches": 2, "optimizer": "momentum"}, learning_rate=0.05
     ),
@@ -88,8 +89,8 @@ TWO_RANKS = {
         "mlp", (1, 5), {"sequence_length": 0, "micro_batch_size": 2, "optimizer": "momentum"}, learning_rate=0.05
     ),
     "tp2-tied": Case("tied-llama", (6,), {"tensor": 2, "micro_batches": 2}),
-    "tp2-bf16-mixed": Case("llama", (6,), {"tensor": 2, "precision": "bf16-mixed"}),
-    "tp2-fp16-mixed": Case("llama", (6,), {"tensor": 2, "precision": "fp16-mixed"}, clip=0.5),
+    "tp2-bf16-mixed": Case("llama", (6,), {"tensor": 2, "micro_batches": 2, "precision": "bf16-mixed"}),
+    "tp2-fp16-mixed": Case("llama", (6,), {"tensor": 2, "micro_batches": 2, "precision": "fp16-mixed"}, clip=0.5),
     "pp2-bf16": Case("gpt2", (4, 2), {"precision": "bf16"}, clip=0.5),
     "dp2-muon": Case("llama", (6,), {"data": 2, "optimizer": "muon"}, clip=0.5),
     "pp2-muon": Case("gpt2", (2, 4), {"optimizer": "muon"}),
@@ -126,6 +127,8 @@ TWO_RANKS = {
         {**IMAGES, "precision": "bf16-mixed", "data": 2, "micro_batches": 2, "zero": 3},
         learning_rate=0.01,
     ),
+    # Goes where its values say: the ranks may take different ways.
+    "dp2-halting": Case("halting", (1,), {**IMAGES, "data": 2, "micro_batches": 2}, learning_rate=0.05),
     "pp2-t5-bf16": Case("t5", (5, 2), {"micro_batch_size": 2, "precision": "bf16"}, clip=0.5),
     "gradients-unet": Case("unet", (2, 6), {**IMAGES, "optimizer": "sgd"}, steps=1, learning_rate=1.0),
     "gradients-t5": Case("t5", (3, 4), {"micro_batch_size": 2, "optimizer": "sgd"}, steps=1, learning_rate=1.0),
@@ -140,7 +143,7 @@ FOUR_RANKS = {
     "dp2-tp2": Case("llama", (6,), {"data": 2, "tensor": 2, "micro_batches": 2}, clip=0.5),
 }
 FOUR_RANKS_IN_FP16 = {
-    "dp2-pp2-fp16-mixed": Case("gpt2", (3, 3), {"data": 2, "precision": "fp16-mixed"}, clip=0.5, loss=STEEP_LOSS),
+    "dp2-pp2-fp16-mixed": Case("gpt2", (3, 3), {"data": 2, "precision": "fp16-mixed"}, clip=0.5, **OVERFLOWING),
 }
 SHORT: dict[str, Any] = {"steps": 2, "learning_rate": 1e-3}
 ONE_STEP: dict[str, Any] = {"steps": 1, "learning_rate": 1.0}

@@ -19,7 +19,7 @@ from profiler.models import ModelSource, load_model
 from tests.executor.plans import BERT, GPT2, LLAMA, MIXTRAL, OPT, T5_SPLIT, make_plan
 from tests.torchrun.cases import share_groups
 
-STEPS = 5
+STEPS = 3
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {**GPT2, "n_layer": 2},
     "bert": {**BERT, "num_hidden_layers": 2, "attention_probs_dropout_prob": 0.1},

@@ -18,7 +18,7 @@ SHARED: dict[str, Any] = {"tensor": 2, "sequence_parallel": True}
 SGD: dict[str, Any] = {"optimizer": "sgd"}
 STEEP: dict[str, Any] = {"optimizer": "momentum"}
 FLOAT8: dict[str, Any] = {**SGD, "precision": "fp8"}
-FAST: dict[str, Any] = {"steps": 3, "learning_rate": 0.05}
+FAST: dict[str, Any] = {"steps": 2, "learning_rate": 0.05}
 TWO_RANKS = {
     "tp2-sp": Case("llama", (6,), {**SHARED, **STEEP, "recompute": {1: "selective", 2: "full"}}, clip=0.5, **FAST),
     "tp2-sp-tied": Case("tied-llama", (6,), {**SHARED, "micro_batches": 2}, **SHORT),

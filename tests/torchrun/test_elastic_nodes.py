@@ -12,7 +12,7 @@ from planner.executor.reference import train_reference
 from profiler.models import load_model
 from tests.executor.plans import source_of
 from tests.torchrun.elastic_nodes import EVERY, FIRST, SECOND, WAIT_SECONDS, Nodes, kill_node, store
-from tests.torchrun.node_rank import Planner, Rebalancer
+from tests.torchrun.node_rank import SLOW_LAYER, Planner, Rebalancer
 
 pytestmark = pytest.mark.torchrun
 STEPS, KILLED_AFTER = 80, 6
@@ -30,11 +30,10 @@ def rendezvous() -> Iterator[str]:
 def test_a_killed_node_costs_no_step_beyond_the_last_checkpoint(tmp_path: Path, rendezvous: str) -> None:
     """Two nodes, then one, then two with three devices: the losses are those of the undisturbed run, and every move is
     told on both."""
-    source = source_of("gpt2", tmp_path)
+    source = source_of("mlp", tmp_path)
     plan = Planner(source).plans[1, 1]
-    nodes = Nodes(
-        tmp_path, rendezvous, plan, str(tmp_path / "gpt2.json"), steps=STEPS, loss="tests.torchrun.node_rank:slow_alone"
-    )
+    settings = {"steps": STEPS, "data": "synthetic", "loss": "tests.torchrun.node_rank:slow_alone"}
+    nodes = Nodes(tmp_path, rendezvous, plan, source.name, **settings)
     first, second = nodes.start(FIRST, 1, most=2), nodes.start(SECOND, 1, most=2)
     nodes.wait_for(lambda line: line.startswith(f"step {KILLED_AFTER:4d}"))
     kill_node(SECOND)
@@ -45,7 +44,7 @@ def test_a_killed_node_costs_no_step_beyond_the_last_checkpoint(tmp_path: Path, 
     (measured, is_first), (theirs, is_second) = first.result(WAIT_SECONDS), second.result(WAIT_SECONDS)
     assert theirs == measured
     assert is_first != is_second
-    expected = train_reference(plan, source, steps=STEPS).losses
+    expected = train_reference(plan, source, steps=STEPS, data="synthetic").losses
     assert [measured.losses_by_step[step] for step in range(STEPS)] == pytest.approx(expected, abs=1e-5)
     lost, moved, grown, gone_on = (
         each for each in measured.decisions if "drift_of_pipeline_rank_0" not in each.figures
@@ -64,7 +63,7 @@ def test_a_killed_node_costs_no_step_beyond_the_last_checkpoint(tmp_path: Path, 
 
 def test_a_slow_rank_loses_layers_without_new_processes(tmp_path: Path, rendezvous: str) -> None:
     """Its two stages are found slow, and the same ranks go on by another plan, from the checkpoint of that step."""
-    source = load_model("tests.torchrun.test_elastic:slow_there")
+    source = load_model(SLOW_LAYER)
     planner = Rebalancer(source)
     nodes = Nodes(tmp_path, rendezvous, planner.begin, source.name, steps=SLOW_STEPS, data="synthetic")
     measured, _ = nodes.start(FIRST, 2).result(WAIT_SECONDS)
@@ -79,11 +78,10 @@ def test_a_slow_rank_loses_layers_without_new_processes(tmp_path: Path, rendezvo
 
 def test_a_mistake_of_the_users_ends_the_run(tmp_path: Path, rendezvous: str) -> None:
     """At once, for it would come again."""
-    source = source_of("gpt2", tmp_path)
+    source = source_of("mlp", tmp_path)
     plan = Planner(source).plans[(1,)]
-    nodes = Nodes(
-        tmp_path, rendezvous, plan, str(tmp_path / "gpt2.json"), steps=2, loss="tests.torchrun.node_rank:failing"
-    )
+    settings = {"steps": 2, "data": "synthetic", "loss": "tests.torchrun.node_rank:failing"}
+    nodes = Nodes(tmp_path, rendezvous, plan, source.name, **settings)
     with pytest.raises(RunError, match=r"(?s)rank 0 failed first in step 0:.*this loss has a mistake"):
         nodes.start(FIRST, 1).result(WAIT_SECONDS)
     assert not any("step" in line.split()[:1] for line in nodes.lines)

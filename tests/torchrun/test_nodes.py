@@ -22,7 +22,7 @@ STEPS = 2
 
 def _on_unequal_nodes(layers: list[str]) -> Plan:
     """Three replicas, the first one alone on node 2 with half of the micro-batches, the others together on node 0."""
-    plan = make_plan(layers, data=3, shares=(2, 1, 1), zero=1)
+    plan = make_plan(layers, data=3, shares=(2, 1, 1), zero=1, sequence_length=0)
     places = ({"node": 2, "device": 0}, {"node": 0, "device": 0}, {"node": 0, "device": 1})
     rows = tuple(row.model_copy(update=place) for row, place in zip(plan.placement, places, strict=True))
     device = DeviceSpec(id="cpu", memory_bytes=1 << 30)
@@ -40,12 +40,12 @@ def _free_port() -> int:
 
 def test_nodes_of_different_sizes_train_as_one_process(tmp_path: Path) -> None:
     """torchrun numbers the ranks as the plan does: one on the first node, two on the second."""
-    source = source_of("gpt2", tmp_path)
+    source = source_of("mlp", tmp_path)
     plan = _on_unequal_nodes([layer.name for layer in source.cut().layers])
     path = tmp_path / "plan.json"
     path.write_text(plan.model_dump_json(by_alias=True))
-    settings = {"steps": STEPS, "learning_rate": 1e-3, "device": "cpu", "timeout_seconds": 60.0}
-    started = node_commands(plan, path, model=str(tmp_path / "gpt2.json"), **settings)  # type: ignore[arg-type]
+    settings = {"steps": STEPS, "learning_rate": 1e-3, "data": "synthetic", "device": "cpu", "timeout_seconds": 60.0}
+    started = node_commands(plan, path, model=source.name, **settings)  # type: ignore[arg-type]
     assert [(each.group, each.processes) for each in started] == [("fast", 1), ("slow", 2)]
     search = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": search, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
@@ -61,7 +61,7 @@ def test_nodes_of_different_sizes_train_as_one_process(tmp_path: Path) -> None:
             agent.terminate()
     assert [agent.returncode for agent in agents] == [0, 0], told
     measured = read(MeasuredRun, tmp_path / "measured.json")
-    expected = train_reference(plan, source, steps=STEPS, learning_rate=1e-3)
+    expected = train_reference(plan, source, steps=STEPS, data="synthetic", learning_rate=1e-3)
     assert measured.losses == pytest.approx(expected.losses, abs=1e-5)
     forwards = [
         [one.action for one in measured.actions if (one.rank, one.action[:2]) == (rank, "0F")] for rank in (0, 2)

@@ -11,11 +11,11 @@ from planner.schedule import names
 from tests.torchrun import piece_cases
 from tests.torchrun.cases import (
     FOUR_RANKS,
+    OVERFLOWING,
     SCHEDULE_FEATURES,
     SCHEDULES,
     SPREAD_ORDERS,
     SPREAD_SCHEDULES,
-    STEPS,
     TWO_RANKS,
     UNEVEN_SHARES,
 )
@@ -127,7 +127,7 @@ def test_fp16_skips_and_trains_as_one_process(four_ranks: dict[str, Any]) -> Non
     """Replicas and stages skip the steps that `GradScaler` skips in one process, and train in the others."""
     result = four_ranks["dp2-pp2-fp16-mixed"]
     assert len(set(result["scales"])) == 1
-    assert INITIAL_SCALE / 2**STEPS < result["scales"][0] < INITIAL_SCALE
+    assert INITIAL_SCALE / 2 ** OVERFLOWING["steps"] < result["scales"][0] < INITIAL_SCALE
     assert result["moved"] > 5e-4, "one step of AdamW moves a parameter by no more than its rate, 3e-4"
     assert result["names"]
     assert result["loss"] < FP16_TOLERANCE
