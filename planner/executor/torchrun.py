@@ -94,15 +94,14 @@ class Torchrun:
             log: takes what the ranks print besides.
         """
         stderr = self._folder / "stderr.txt"
-        with started(self._command, self._environment, stderr, log) as process, passing_on(process) as signals:
-            self._process = process
-            assert process.stdout is not None
-            for line in process.stdout:
-                said, step = Metrics.split(line)
-                if said or step is None:
-                    log(said)
-                if step is not None:
-                    on_step(step)
+        try:
+            with started(self._command, self._environment, stderr, log) as process, passing_on(process) as signals:
+                self._process = process
+                _follow(process, on_step, log)
+        except KeyboardInterrupt:
+            if (self._folder / STOPPED_NOTE).exists():
+                log(read_stopped(self._folder).problems[0].message)
+            raise
         return self._ended(process.returncode, by_signal=bool(signals))
 
     def stop(self) -> None:
@@ -118,6 +117,16 @@ class Torchrun:
         if self._told or by_signal or (self._folder / STOPPED_NOTE).exists():
             return Ended(None, read_stopped(self._folder), was_stopped=True, by_signal=by_signal)
         return Ended(None, read_failure(self._folder, text), killed_ranks(text))
+
+
+def _follow(process: subprocess.Popen[str], on_step: Callable[[Metrics], None], log: Log) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        said, step = Metrics.split(line)
+        if said or step is None:
+            log(said)
+        if step is not None:
+            on_step(step)
 
 
 @contextmanager

@@ -111,6 +111,7 @@ class Trainer:
             on_step(Metrics(step, records[-1].loss, records[-1].seconds, rate, scale, warning, *busy))
             if keeper is not None:
                 keeper.after_step(step + 1, last=self.stopped or step + 1 == steps)
+            self.stopped = self.stopped and step + 1 < steps  # in the last step: it is trained to the end all the same
             if self.stopped:
                 break
         return records
