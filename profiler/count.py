@@ -299,7 +299,8 @@ def check_request(
     tensors = source.tensor_parallel_degrees() if set(degrees) != {1} else (1,)
     known = source.expert_parallel_degrees() if set(experts) != {1} else (1,)
     reason = tensor_refusal(source) if set(degrees) - set(tensors) else ""
-    limits = Limits(source.name, takes_tokens, source.longest_sequence, tensors, known, reason)
+    only = source.cut().only_sequence
+    limits = Limits(source.name, takes_tokens, source.longest_sequence, tensors, known, reason, only)
     limits.check(sequence_length, micro_batch_sizes, degrees, experts)
 
 

@@ -159,6 +159,8 @@ class LayerCut:
     """Why the model is a single layer, when it could not be cut."""
     needs_values: bool = False
     """The model reads values of its tensors, so it cannot run on meta: it is counted on a real run on the CPU."""
+    only_sequence: int = 0
+    """Tokens per sample, of a model that does not run on fewer; 0: it does."""
 
     def stage(self, model: nn.Module, start: int, stop: int, *, recompute: Recompute = NO_RECOMPUTE) -> nn.Module:
         """The part of `model` that holds layers start..stop (exclusive). The model is used up: build one per stage.
@@ -263,7 +265,7 @@ def cut_model(
         refusals.append(error)
     from profiler.cut_whole import cut_whole
 
-    return cut_whole(model, maker, keywords, refusals, real)
+    return cut_whole(model, maker, keywords, refusals, real, longest_sequence)
 
 
 def _refuse_sparse(model: nn.Module) -> None:

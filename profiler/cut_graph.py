@@ -42,10 +42,15 @@ Probes = tuple[Size, Size, Size]
 
 
 def probes(longest_sequence: int) -> Probes:
-    """Small sizes that the model takes."""
+    """Small sizes that models take."""
     longer = min(longest_sequence, 12) or 12
     length = max(1, longer - 4)
     return (2, length), (3, length), (2, longer)
+
+
+def at_one_length(sequence_length: int) -> Probes:
+    """Sizes of a model that takes this length only."""
+    return (2, sequence_length), (3, sequence_length), (2, sequence_length)
 
 
 def cut_graph(
@@ -69,13 +74,28 @@ def cut_graph(
         UnsupportedError: the model cannot be written down; names the module and the reason.
         UnknownNameError: a start that no module of the model has.
     """
-    tracer = Tracer(model, inputs, keywords, probes(longest_sequence))
-    tracer.choose_atoms(starts)
+    tracer = _tracer(model, inputs, keywords, starts, longest_sequence)
     flow = tracer.flow(tracer.probes[0])
     runs = tuple(find_runs(model, flow, tracer.whole, matching(starts, flow.trace.called)))
     chain = GraphChain(tracer, runs)
     layers = tuple(_layers(model, chain, flow))
-    return LayerCut(layers, _shared_parameters(model, chain, flow), chain)
+    only = tracer.probes[0][1] if tracer.probes == at_one_length(longest_sequence) else 0
+    return LayerCut(layers, _shared_parameters(model, chain, flow), chain, only_sequence=only)
+
+
+def _tracer(
+    model: nn.Module, inputs: InputMaker, keywords: tuple[str, ...], starts: tuple[str, ...], longest_sequence: int
+) -> Tracer:
+    """Of short sequences, or of the longest ones: a model with an embedding for every place takes those alone."""
+    refusals = []
+    for sizes in (probes(longest_sequence), *([at_one_length(longest_sequence)] if longest_sequence else [])):
+        tracer = Tracer(model, inputs, keywords, sizes)
+        try:
+            tracer.choose_atoms(starts)
+            return tracer
+        except UnsupportedError as error:
+            refusals.append(error)
+    raise refusals[0]
 
 
 @dataclass

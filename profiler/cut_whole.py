@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -27,24 +28,30 @@ def cut_whole(
     keywords: tuple[str, ...],
     refusals: Sequence[UnsupportedError],
     real: RealModel | None = None,
+    longest_sequence: int = 0,
 ) -> LayerCut:
     """The model as its only layer: on meta tensors if it runs on them, else with values.
 
     Args:
         refusals: why it could not be cut, the last attempt last.
         real: the same model with values.
+        longest_sequence: tokens that it takes; 0: any number.
 
     Raises:
         UnsupportedError: it does not run, or returns nothing that carries gradients, so that nothing could be counted.
     """
     reason = str(refusals[-1].problems[0].message)
-    for chain in (WholeChain(keywords), *([WholeChain(keywords, real)] if real else [])):
+    short = min(longest_sequence, 8) or 8
+    lengths = {short: 0, longest_sequence or short: longest_sequence}
+    chains = (WholeChain(keywords), *([WholeChain(keywords, real)] if real else []))
+    for chain, (tokens, only) in product(chains, lengths.items()):
         try:
-            outputs = chain.borders(model, inputs, (2, 8)).makes[-1]
+            outputs = chain.borders(model, inputs, (2, tokens)).makes[-1]
         except Exception:  # any: it is the user's code; why it does not run was found before
             continue
         if any(each.requires_grad for each in outputs):
-            return LayerCut((WHOLE,), (), chain, reason=reason, needs_values=chain.real is not None)
+            needs_values = chain.real is not None
+            return LayerCut((WHOLE,), (), chain, reason=reason, needs_values=needs_values, only_sequence=only)
     raise refusals[-1] from None
 
 

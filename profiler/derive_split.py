@@ -76,7 +76,7 @@ def derive(source: ModelSource) -> DerivedSplit:
     for ranks in RANKS:
         found, was_indivisible = _derive(source, ranks)
         if not found.is_empty:
-            return replace(found, vocabulary=vocabulary_of(source, _Shapes(1)))
+            return replace(found, vocabulary=vocabulary_of(source, _Shapes(1), {*found.columns, *found.rows}))
         if not was_indivisible:
             return found
     return NOTHING
@@ -207,7 +207,7 @@ class _Layer:
 
     def __post_init__(self) -> None:
         samples, tokens = SIZE
-        tokens = min(tokens, self.source.longest_sequence or tokens)
+        tokens = self.source.tokens_of_probe(tokens)
         self.inputs = self.source.borders(samples, tokens).takes[self.index]
         self.module = self.source.cut().layer(copy.deepcopy(self.source.blueprint), self.index)
         named = dict(self.module.named_modules())

@@ -8,6 +8,7 @@ shows that the model never touches the weight: there a tensor stands in its plac
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -27,16 +28,18 @@ SIZE = (2, 6)
 """Samples and tokens of the run."""
 
 
-def vocabulary_of(source: ModelSource, ranks: Ranks) -> tuple[str, ...]:
+def vocabulary_of(source: ModelSource, ranks: Ranks, split: Collection[str] = ()) -> tuple[str, ...]:
     """Qualified names of the modules.
 
     Args:
         ranks: any that split by shapes alone.
+        split: products that are split otherwise; one inside a block may be as wide as the vocabulary.
     """
     if source.vocabulary_size == 0:
         return ()
     model = source.blueprint
     found = {name for name, module in model.named_modules() if has_rows(module, source.vocabulary_size)}
+    found -= set(split)
     groups = _users(source)
     while torn := {name for users in groups if not users <= found for name in users & found}:
         found -= torn
@@ -61,7 +64,7 @@ def _users(source: ModelSource) -> list[set[str]]:
 def _runs(source: ModelSource, index: int, names: set[str], ranks: Ranks) -> bool:
     """Does the layer run where these modules alone have their weights?"""
     samples, tokens = SIZE
-    takes = source.borders(samples, min(tokens, source.longest_sequence or tokens)).takes[index]
+    takes = source.borders(samples, source.tokens_of_probe(tokens)).takes[index]
     layer = source.cut().layer(copy.deepcopy(source.blueprint), index)
     for name, module in list(layer.named_modules()):
         if name not in names:

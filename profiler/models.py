@@ -164,6 +164,10 @@ class ModelSource:
         """Tensors that layers take besides what the layer before made, with the bytes of one sample."""
         return self.cut().chain.edges(sequence_length, dtype)
 
+    def tokens_of_probe(self, wish: int) -> int:
+        """Tokens per sample of a small run: as many as wished, where the model takes them."""
+        return self.cut().only_sequence or min(wish, self.longest_sequence or wish)
+
     def tensor_parallel_degrees(self) -> tuple[int, ...]:
         """Degrees that the model can be tensor-parallel by; (1,) when nobody told how to split it, or into what."""
         from profiler.tensor_parallel import degrees

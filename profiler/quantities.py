@@ -207,6 +207,8 @@ class Limits:
     expert_parallel_degrees: tuple[int, ...] = (1,)
     tensor_refusal: str = ""
     """Why there is no tensor-parallel degree but 1, where that is known."""
+    only_sequence: int = 0
+    """Tokens of the only sequences that the model takes; 0: it takes shorter ones than its longest."""
 
     def check(
         self,
@@ -262,4 +264,11 @@ class Limits:
                 f"{self.model} takes at most {self.longest_sequence} tokens, got {sequence_length}.",
                 field="sequence_length",
                 mend=f"give at most {self.longest_sequence}.",
+            )
+        if self.only_sequence and sequence_length != self.only_sequence:
+            raise DocumentError(
+                f"{self.model} does not run on short sequences; it is known to take {self.only_sequence} tokens, got "
+                f"{sequence_length}.",
+                field="sequence_length",
+                mend=f"give {self.only_sequence}, or return an example of another length beside the model.",
             )

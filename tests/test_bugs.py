@@ -273,3 +273,55 @@ def test_modules_of_two_names_on_ranks_of_several_stages() -> None:
     shared = nn.Linear(2, 2)
     stages = [nn.ModuleDict({"source": shared, "target": shared}), nn.ModuleDict({"head": nn.Linear(2, 2)})]
     assert {"source.weight", "target.weight"} <= set(merge(stages).state_dict())
+
+
+class Placed(nn.Module):
+    """Token ids, and a vector for every place, which it does not cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(16, 8), nn.Parameter(torch.randn(20, 8))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3))
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(samples, 20) -> (samples, 20, 16)."""
+        hidden = self.tokens(ids) + self.places
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.head(hidden)
+
+
+def placed() -> tuple[nn.Module, Tensor]:
+    """It takes 20 tokens, neither more nor fewer."""
+    return Placed(), torch.zeros(1, 20, dtype=torch.long)
+
+
+def test_models_of_one_sequence_length() -> None:
+    """They were one layer, or ended in a traceback, since they were tried with fewer tokens."""
+    source = load_model(f"{__name__}:placed")
+    cut, inputs = source.cut(), source.example_inputs(2, 20)
+    assert len(cut.layers) == 5
+    assert 2 in source.tensor_parallel_degrees()
+    with pytest.raises(DocumentError, match="known to take 20 tokens, got 12"):
+        count.profile(source, sequence_length=12, micro_batch_sizes=(1,))
+    count.profile(source, sequence_length=20, micro_batch_sizes=(1, 2), tensor_parallel_degrees=(1, 2))
+    model = source.build()
+    expected, made = model(*inputs), inputs
+    for index in range(len(cut.layers)):
+        output = cut.stage(copy.deepcopy(model), index, index + 1)(*made)
+        made = output if isinstance(output, tuple) else (output,)
+    torch.testing.assert_close(made[0], expected)
+
+
+def as_wide_as_its_vocabulary() -> nn.Module:
+    """Its blocks' products have as many outputs as there are token ids."""
+    blocks = (nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2))
+    return nn.Sequential(nn.Embedding(16, 8), *blocks, nn.Linear(8, 16))
+
+
+def test_products_as_wide_as_the_vocabulary() -> None:
+    """They were split as output layers are, and the profile ended in a traceback."""
+    source = load_model(f"{__name__}:as_wide_as_its_vocabulary")
+    assert source.derived_split.vocabulary == ("0", "3")
+    count.profile(source, sequence_length=8, micro_batch_sizes=(1,), tensor_parallel_degrees=(1, 2))
