@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,8 @@ def kill_node(address: str) -> None:
     ranks = [pid for pid in processes() if parent_of(pid) == agent]
     assert ranks
     for pid in (agent, *ranks):
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # ranks end with their agent
+            os.kill(pid, signal.SIGKILL)
 
 
 def processes() -> list[int]:
