@@ -34,7 +34,7 @@ def results(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 def test_the_same_layout_goes_on_bit_for_bit(results: dict[str, Any]) -> None:
-    """20 steps are 10 + 10, to the last bit of every loss and of every rank's parameters."""
+    """10 steps are 5 + 5, to the last bit of every loss and of every rank's parameters."""
     runs = results["other_layouts"]
     assert runs["first"] == runs["straight"][:HALF]
     assert runs["second"] == runs["straight"][HALF:]
@@ -105,15 +105,15 @@ def test_the_loss_scale_and_tied_parameters_go_on(results: dict[str, Any]) -> No
 
 
 def test_only_complete_and_the_newest_are_kept(results: dict[str, Any]) -> None:
-    """Of steps 3, 6, 9 and the last one, two; what a killed run left half written is gone."""
-    assert results["other_layouts"]["names"] == ["step-00000009", "step-00000010"]
+    """Of steps 2, 4 and the last one, two; what a killed run left half written is gone."""
+    assert results["other_layouts"]["names"] == ["step-00000004", "step-00000005"]
 
 
 def test_every_rank_is_told_why_a_resume_is_refused(results: dict[str, Any]) -> None:
     """A folder in use, nothing left to train, another optimizer, a file that has changed."""
     told = results["other_layouts"]["refusals"]
-    assert "already holds step-00000020" in told["occupied"]
-    assert "the checkpoint has 20 of them trained" in told["finished"]
+    assert "already holds step-00000010" in told["occupied"]
+    assert "the checkpoint has 10 of them trained" in told["finished"]
     assert "trained with adamw, this run has adam" in told["other"]
     assert ".distcp is not as it was written" in told["damaged"]
     assert not any(each.startswith("[") for each in told.values()), "the same on all ranks"
@@ -131,12 +131,23 @@ def test_a_dry_run_tells_what_every_rank_holds(results: dict[str, Any], tmp_path
 
 def test_sigterm_leaves_a_checkpoint(tmp_path: Path) -> None:
     """Told to stop, the command ends with 143 after the step at hand, whose checkpoint is whole."""
-    source = source_of("gpt2", tmp_path)
-    plan = make_plan([layer.name for layer in source.cut().layers], (2, 4))
+    source = source_of("mlp", tmp_path)
+    plan = make_plan([layer.name for layer in source.cut().layers], (2, 4), sequence_length=0)
     path, folder = tmp_path / "plan.json", tmp_path / "checkpoints"
     path.write_text(plan.model_dump_json(by_alias=True))
-    command = [sys.executable, "-m", "planner.cli.main", "run", str(path), "--model", str(tmp_path / "gpt2.json")]
-    command += ["--steps", "100000", "--device", "cpu", "--checkpoint-dir", str(folder), "--timeout", "60"]
+    command = [sys.executable, "-m", "planner.cli.main", "run", str(path), "--model", source.name]
+    command += [
+        "--steps",
+        "100000",
+        "--data",
+        "synthetic",
+        "--device",
+        "cpu",
+        "--checkpoint-dir",
+        str(folder),
+        "--timeout",
+        "60",
+    ]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         assert process.stderr.readline().startswith("step    0")
