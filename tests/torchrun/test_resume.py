@@ -136,18 +136,8 @@ def test_sigterm_leaves_a_checkpoint(tmp_path: Path) -> None:
     path, folder = tmp_path / "plan.json", tmp_path / "checkpoints"
     path.write_text(plan.model_dump_json(by_alias=True))
     command = [sys.executable, "-m", "planner.cli.main", "run", str(path), "--model", source.name]
-    command += [
-        "--steps",
-        "100000",
-        "--data",
-        "synthetic",
-        "--device",
-        "cpu",
-        "--checkpoint-dir",
-        str(folder),
-        "--timeout",
-        "60",
-    ]
+    command += ["--steps", "100000", "--data", "synthetic", "--device", "cpu", "--timeout", "60"]
+    command += ["--checkpoint-dir", str(folder)]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         assert process.stderr.readline().startswith("step    0")
