@@ -313,8 +313,9 @@ class _Stages:
     @classmethod
     def of(cls, layers: Uniform, sizes: tuple[int, ...]) -> Self:
         """Stages of so many layers."""
-        starts = _starts(sizes)
-        put_out = layers.boundary_bytes[np.cumsum(sizes) - 1]
+        counts = np.array(sizes)
+        stops = counts.cumsum()
+        starts, put_out = stops - counts, layers.boundary_bytes[stops - 1]
         taken_in = np.concatenate([[0], put_out[:-1]]) if layers.keeps_inputs else 0
         held = np.add.reduceat(layers.activation_bytes, starts) + put_out + taken_in
         in_host = layers.host_bytes if layers.host_room_bytes is not None else ()

@@ -27,6 +27,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 from ortools.sat.python import cp_model
 
 from planner.search.segments import LayerModes, compositions
@@ -35,6 +36,7 @@ from planner.spec.profile import RecomputeMode
 Kind = tuple[tuple[int, int, int], ...]
 """What a layer may take: (activation bytes, backward ticks, temporary bytes) of every mode, from least recomputation to
 most."""
+_Numbers = NDArray[np.int64]
 _Counts = tuple[tuple[tuple[int, ...], ...], ...]
 """Layers in every mode, by stage and kind."""
 
@@ -109,34 +111,63 @@ def _of_one_kind(held: Held, chooser: Kind) -> tuple[int, _Counts] | None:
     """As `_counted`, by equation (R5)."""
     amounts = [kinds.count(chooser) for kinds in held.stages]
     others = [[kind[0] for kind in kinds if kind != chooser] for kinds in held.stages]
-    counts = compositions(sum(amounts), len(chooser))
-    # The layers in a mode follow those in leaner ones: [way, mode], with the last mode first.
-    stops = counts[:, ::-1].cumsum(axis=1)[:, ::-1]
-    starts = stops - counts
-    order = np.array(_by_bytes(chooser))
-    activation, backward, temporary = np.array(chooser, dtype=np.int64)[order].T
+    ways = _ways(chooser, sum(amounts))
     places = np.repeat(np.arange(len(amounts)), amounts)
     fixed = [own + sum(mode[0] for mode in each) for own, each in zip(held.other_bytes, others, strict=True)]
     moments = np.array(held.moments, dtype=np.int64)
-    before = np.cumsum(np.pad(moments[:, places], ((0, 0), (1, 0))), axis=1)
-    kept = ((before[:, stops] - before[:, starts]) @ activation).T + moments @ np.array(fixed, dtype=np.int64)
-    largest = np.where(counts > 0, temporary, 0).max(axis=1)
-    largest = np.maximum(largest, max((mode[2] for each in others for mode in each), default=0))
+    before = np.zeros((len(moments), len(places) + 1), dtype=np.int64)
+    np.cumsum(moments[:, places], axis=1, out=before[:, 1:])
+    kept = ((before[:, ways.stops] - before[:, ways.starts]) @ ways.activation_bytes).T
+    kept += moments @ np.array(fixed, dtype=np.int64)
+    largest = np.maximum(ways.temporary_bytes, max((mode[2] for each in others for mode in each), default=0))
     fitting = np.flatnonzero(kept.max(axis=1) + largest <= held.room_bytes)
     if not len(fitting):
         return None
-    ticks = counts[fitting] @ backward
+    ticks = ways.ticks[fitting]
     least = fitting[ticks == ticks.min()]
-    heights = np.cumsum(np.pad(places, (1, 0)))
-    lower = (heights[stops[least]] - heights[starts[least]]) @ np.arange(len(chooser))
-    way = least[lower.argmin()]
-    modes = np.repeat(order[::-1], counts[way][::-1])
+    heights = np.concatenate([[0], places.cumsum()])
+    lower = (heights[ways.stops[least]] - heights[ways.starts[least]]) @ np.arange(len(chooser))
+    modes = ways.modes(int(least[lower.argmin()]))
     every = [np.bincount(modes[places == stage], minlength=len(chooser)) for stage in range(len(amounts))]
     rest = sum(mode[1] for each in others for mode in each)
     return int(ticks.min()) + rest, tuple(
         tuple(tuple(of_stage.tolist()) if kind == chooser else (kinds.count(kind),) for kind in dict.fromkeys(kinds))
         for kinds, of_stage in zip(held.stages, every, strict=True)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Ways:
+    """All ways to share out modes over layers that cost the same; the layers in a mode follow those in leaner ones."""
+
+    order: _Numbers
+    """The modes, those that keep most first; in this order stand the columns of the next four."""
+    counts: _Numbers
+    """Layers in every mode, [way, mode]."""
+    starts: _Numbers
+    """The first of them, [way, mode]."""
+    stops: _Numbers
+    """The layer behind them, [way, mode]."""
+    activation_bytes: _Numbers
+    """By mode."""
+    temporary_bytes: _Numbers
+    """The largest, by way."""
+    ticks: _Numbers
+    """Backward, by way."""
+
+    def modes(self, way: int) -> _Numbers:
+        """Of every layer."""
+        return np.repeat(self.order[::-1], self.counts[way][::-1])
+
+
+@lru_cache(maxsize=1024)
+def _ways(kind: Kind, amount: int) -> _Ways:
+    """Of so many layers; kept, since the ranks of a layout have about as many."""
+    counts, order = compositions(amount, len(kind)), np.array(_by_bytes(kind))
+    stops = counts[:, ::-1].cumsum(axis=1)[:, ::-1]
+    activation, backward, temporary = np.array(kind, dtype=np.int64)[order].T
+    largest = np.where(counts > 0, temporary, 0).max(axis=1)
+    return _Ways(order, counts, stops - counts, stops, activation, largest, counts @ backward)
 
 
 def _placed(kinds: Sequence[Kind], amounts: Sequence[Sequence[int]]) -> tuple[int, ...]:
