@@ -33,7 +33,7 @@ from profiler.derive_vocabulary import vocabulary_of
 from profiler.split_attention import can_split, split_attention
 from profiler.split_products import Product, product_of, reads_split_features, split_columns, split_rows
 from profiler.split_tensor import IndivisibleError, NoRuleError, SplitTensor, take_part
-from profiler.transformer_cut import meta_friendly
+from profiler.transformer_cut import friendly_to
 
 if TYPE_CHECKING:
     from profiler.models import ModelSource
@@ -250,7 +250,7 @@ class _Layer:
         return [name for name in dict.fromkeys(calls) if calls.count(name) == 1]
 
     def _running(self) -> AbstractContextManager[None]:
-        return meta_friendly() if hasattr(self.module, "config") else nullcontext()
+        return friendly_to(self.module)
 
     def _try(self, columns: dict[str, int], tied: set[str], attentions: tuple[str, ...]) -> DerivedSplit | None:
         """None: some rank could not go on alone, or the layer would hand on a part."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from profiler.split_tensor import Ranks, SplitTensor
 from profiler.split_vocabulary import has_rows
-from profiler.transformer_cut import meta_friendly
+from profiler.transformer_cut import friendly_to
 
 if TYPE_CHECKING:
     from profiler.models import ModelSource
@@ -74,7 +73,7 @@ def _runs(source: ModelSource, index: int, names: set[str], ranks: Ranks) -> boo
         for each, parameter in kept.items():
             module._parameters[each] = SplitTensor(parameter, 0, ranks)
     try:
-        with meta_friendly() if hasattr(layer, "config") else nullcontext():
+        with friendly_to(layer):
             made = layer(*takes)
     except Exception:  # any: it is the user's code, which may stumble over the stand-in anywhere
         return False

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,7 +37,7 @@ from profiler.quantities import Kernel, LayerCount, ModeCount
 from profiler.recompute import Phase, is_saved, recomputing
 from profiler.shard import Exchanges
 from profiler.split_products import linear_product
-from profiler.transformer_cut import meta_friendly
+from profiler.transformer_cut import friendly_to
 from profiler.watch import FusedAttention, Watcher, saved_tensors
 
 Tensors = tuple[Tensor, ...]
@@ -323,7 +323,7 @@ class LayerRun:
         if not all(each.is_meta for each in self.stage.parameters()):
             yield
             return
-        with FusedAttention(), meta_friendly() if hasattr(self.stage, "config") else nullcontext():
+        with FusedAttention(), friendly_to(self.stage):
             yield
 
     def _forward(self, seen: _Pass, inputs: Tensors) -> tuple[Tensors, Tensors]:

@@ -11,7 +11,7 @@ micro-batch (masks, positions) is not counted in every layer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -32,7 +32,7 @@ from profiler.models import ModelSource
 from profiler.recompute import is_saved
 from profiler.shard import shard
 from profiler.tensor_parallel import plan, split_modules
-from profiler.transformer_cut import meta_friendly
+from profiler.transformer_cut import friendly_to
 from profiler.watch import FusedAttention, saved_tensors
 
 Tensors = tuple[Tensor, ...]
@@ -267,7 +267,7 @@ class Bench:
     def build(self, index: int, degree: int = 1, *, recompute: RecomputeMode = "none") -> BuiltLayer:
         """Layer `index` with random weights, or one rank's shard of it; nothing else of the model takes memory.
 
-        Shards are to be built, and run, within `profiler.measure_shard.fake_ranks`.
+        Shards are to be built, and run, within `profiler.measure_shard.fake_group`.
         """
         stage = self._stage(index, recompute)
         names = float8_modules(stage, self.source, degree) if self.precision == "fp8" else ()
@@ -310,7 +310,7 @@ class Bench:
         here = workload if degree == 1 else self.workload(index, size, self._local_shard(index, degree))
         meta = Bench(self.source, torch.device("meta"), self.dtype, _borders=self._borders)
         layer = meta._local_shard(index, degree)
-        with FusedAttention(), meta_friendly() if hasattr(layer.stage, "config") else nullcontext():
+        with FusedAttention(), friendly_to(layer.stage):
             fused = meta.workload(index, size, layer)
             kept, cached = fused.kept_bytes(), fused.cached_bytes()
         return max(0, here.kept_bytes() - kept), max(0, here.cached_bytes() - cached)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeGuard
@@ -100,7 +100,23 @@ def meta_friendly() -> Iterator[None]:
             (torch._VF, "lstm", fused_lstm),
         ):
             stack.enter_context(mock.patch.object(owner, name, answer))
+        stack.enter_context(causal_as_told())
         yield
+
+
+def friendly_to(module: nn.Module) -> AbstractContextManager[None]:
+    """`meta_friendly` for a layer of a transformers model; other layers do not need transformers."""
+    return meta_friendly() if hasattr(module, "config") else causal_as_told()
+
+
+def causal_as_told() -> AbstractContextManager[None]:
+    """Within, torch's own encoders and decoders do not look whether their mask is the causal one, which would only
+    choose another kernel for the same numbers."""
+    return mock.patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", _is_told)
+
+
+def _is_told(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    return is_causal is True
 
 
 def _nothing(*arguments: Any) -> None:

@@ -325,3 +325,36 @@ def test_products_as_wide_as_the_vocabulary() -> None:
     source = load_model(f"{__name__}:as_wide_as_its_vocabulary")
     assert source.derived_split.vocabulary == ("0", "3")
     count.profile(source, sequence_length=8, micro_batch_sizes=(1,), tensor_parallel_degrees=(1, 2))
+
+
+class Translator(nn.Module):
+    """torch's own encoder-decoder, with its own mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.both = nn.Transformer(8, 2, 2, 2, dim_feedforward=16, dropout=0.0, batch_first=True)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        """(samples, tokens) twice -> (samples, tokens, 16)."""
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], device=target.device)
+        return self.head(self.both(self.tokens(source), self.tokens(target), tgt_mask=mask))
+
+
+def translator() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """It takes two sequences."""
+    return Translator(), (torch.zeros(1, 8, dtype=torch.long),) * 2
+
+
+def test_own_transformers_of_torch_with_a_mask() -> None:
+    """They look at the values of their mask, and were one layer."""
+    source = load_model(f"{__name__}:translator")
+    cut, made = source.cut(), source.example_inputs(2, 8)
+    assert len(cut.layers) > 4
+    count.profile(source, sequence_length=8, micro_batch_sizes=(1,))
+    model = source.build()
+    expected = model(*made)
+    for index in range(len(cut.layers)):
+        output = cut.stage(copy.deepcopy(model), index, index + 1)(*made)
+        made = output if isinstance(output, tuple) else (output,)
+    torch.testing.assert_close(made[0], expected)
