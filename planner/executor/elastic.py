@@ -111,13 +111,7 @@ class Elastic:
         metrics: str | Path | None = None,
         log: Log = lambda line: None,
     ) -> None:
-        if settings.checkpoints is None or settings.checkpoint_every is None:
-            raise DocumentError(
-                "is how often an elastic run can be taken up again, and was not given.",
-                field="checkpoint_every" if settings.checkpoints is not None else "checkpoint_dir",
-                mend="give checkpoint_dir and checkpoint_every.",
-            )
-        self._checkpoints = settings.checkpoints.directory
+        self._checkpoints = settings.elastic_checkpoints.directory
         self._plan = plan
         self._settings = settings
         self._folder = folder
@@ -294,7 +288,8 @@ class Elastic:
         self._log(f"elastic: {decision.text}")
 
     def _whole(self, measured: MeasuredRun) -> MeasuredRun:
-        told = {"decisions": tuple(self._decisions), "warnings": tuple(self._warnings)}
+        of_run = (each for each in measured.warnings if each not in self._warnings)  # those of no step
+        told = {"decisions": tuple(self._decisions), "warnings": (*of_run, *self._warnings)}
         return measured.model_copy(update={"segments": tuple(self._segments), **told})
 
 

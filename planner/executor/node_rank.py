@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,9 @@ class RankOptions:
         RunSettings.add_arguments(parser)
         parser.add_argument("--rendezvous", required=True, help="HOST:PORT of the nodes' store")
         parser.add_argument("--restarts", type=int, required=True, help="after lost nodes or ranks")
-        parser.add_argument("--last-call", type=float, required=True, help="seconds that the rendezvous waits for more")
+        parser.add_argument(
+            "--last-call", dest="last_call_seconds", type=float, required=True, help="that the rendezvous waits"
+        )
         parser.add_argument("--failures", type=Path, required=True, help="folder for word of errors")
         parser.add_argument("--group", default=ANY_GROUP, help="node group of the plan's cluster that this node is of")
         parser.add_argument("--metrics", type=Path, help="where rank 0 writes one JSON line per step")
@@ -116,14 +118,7 @@ class RankOptions:
     @classmethod
     def from_arguments(cls, found: argparse.Namespace) -> RankOptions:
         """What was parsed."""
-        return cls(
-            rendezvous=found.rendezvous,
-            restarts=found.restarts,
-            last_call_seconds=found.last_call,
-            failures=found.failures,
-            group=found.group,
-            metrics=found.metrics,
-        )
+        return cls(**{field.name: getattr(found, field.name) for field in fields(cls)})
 
 
 def run_rank(plan: Plan, settings: RunSettings, options: RankOptions, planner: NodePlanner) -> int:
@@ -165,8 +160,7 @@ class NodeRank:
         planner: NodePlanner,
     ) -> None:
         folder = elastic_folder(settings, place.run)
-        assert settings.checkpoints is not None
-        self._checkpoints = settings.checkpoints.directory
+        self._checkpoints = settings.elastic_checkpoints.directory
         self._place = place
         self._board = board
         self._first_plan = plan
@@ -283,10 +277,11 @@ class NodeRank:
         """What rank 0 tells all ranks, and the report if this is the end."""
         how, following = pilot.end(stopped=stopped)
         if how == "done":
+            of_steps = self._journal.warnings()
             told: dict[str, Any] = {
                 "segments": self._journal.segments(before=f"{self._place.round}.{number}"),
                 "decisions": self._journal.decisions(),
-                "warnings": self._journal.warnings(),
+                "warnings": (*(each for each in measured.warnings if each not in of_steps), *of_steps),
             }
             text = measured.model_copy(update=told).model_dump_json(indent=1)
             partial = self._report.with_suffix(".partial")

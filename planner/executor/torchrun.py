@@ -16,7 +16,7 @@ from types import FrameType
 
 import planner
 from planner.errors import DocumentError, PlannerError, StoppedError
-from planner.executor.failure import STOPPED_NOTE, killed_ranks, read_failure, read_stopped
+from planner.executor.failure import LATE_NOTE, STOPPED_NOTE, killed_ranks, read_failure, read_stopped
 from planner.executor.metrics import Metrics
 from planner.executor.settings import RunSettings
 from planner.spec.document import read
@@ -99,7 +99,7 @@ class Torchrun:
                 self._process = process
                 _follow(process, on_step, log)
         except KeyboardInterrupt:
-            if (self._folder / STOPPED_NOTE).exists():
+            if any((self._folder / note).exists() for note in (STOPPED_NOTE, LATE_NOTE)):
                 log(read_stopped(self._folder).problems[0].message)
             raise
         return self._ended(process.returncode, by_signal=bool(signals))

@@ -175,6 +175,15 @@ def test_goes_on_with_what_is_left(train: Callable[..., tuple[MeasuredRun, Scrip
     assert run.decisions[0].figures == {"ranks_lost": 1, "devices_left": 1, "steps_trained": 5, "steps_kept": 4}
 
 
+def test_warnings_of_the_whole_run_are_kept(train: Callable[..., tuple[MeasuredRun, Script]]) -> None:
+    """What a launch tells of no step, such as weights that were left out, got lost beside those of steps."""
+    ended = measured(4)
+    assert ended.measured is not None
+    last = ended.measured.model_copy(update={"warnings": ("tensors are left out",)})
+    run, _ = train((5, KILLED), (STEPS, Ended(last, None)))
+    assert run.warnings == ("tensors are left out",)
+
+
 def test_the_same_plan_starts_again_where_no_device_is_lost(train: Callable[..., tuple[MeasuredRun, Script]]) -> None:
     """Somebody tells that both are still there."""
     run, script = train((5, KILLED), (STEPS, measured(4)), discover=lambda: (0, 1))
