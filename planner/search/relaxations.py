@@ -111,6 +111,8 @@ def remedies(work: Workload, nearest: tuple[Miss, ...], limits: Limits) -> tuple
 
 def _remedy(profile: ModelProfile, change: _Change, limits: Limits) -> Relaxation | None:
     """The best plan of the first layout that fits with a change, of those that need least: (X3)."""
+    if limits.should_stop():
+        return None
     with suppress(SpecError):
         work = workload(profile, change.cluster, change.job)
         wish = recompute_wish(change.job.constraints.get("recompute"))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import planner.search.relaxations as relaxing
 from planner.search import Callbacks, plan
 from planner.spec import Cluster, Infeasible, Job, ModelProfile, Plan
 from planner.spec.plan import Relaxation
@@ -191,3 +192,17 @@ def test_without_any_layout_the_constraint_is_found() -> None:
         "constraints.data_parallel_degree",
         "constraints.pipeline_parallel_degree",
     }
+
+
+def test_the_time_limit_ends_the_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A space of layouts is made for every change: none is begun once the time is over."""
+    model, begun = profile(layer(parameters=1_000_000) * 16), list[object]()
+    question = request(model, cluster(1, memory_bytes=60_000_000), job(16, zero_stage=0))
+    spaces = relaxing.space_of
+    monkeypatch.setattr(relaxing, "space_of", lambda work: begun.append(work) or spaces(work))
+    assert isinstance(plan(question, model), Infeasible)
+    assert len(begun) > 1
+    begun.clear()
+    monkeypatch.setattr(relaxing.Limits, "should_stop", lambda _: True)
+    assert isinstance(plan(question, model), Infeasible)
+    assert begun == []
