@@ -16,7 +16,7 @@ import pytest
 from api.app import create_app
 from api.documents import PlanCreate
 from planner.cli.inputs import read_cluster
-from planner.cli.main import VERBS, _load, build_parser, main
+from planner.cli.main import VERBS, build_parser, main
 from planner.spec import SCHEMAS, Job, read
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,7 +57,7 @@ def simple_command(line: str) -> list[str]:
 def parsed(words: list[str]) -> argparse.Namespace:
     """The arguments as the command reads them."""
     name = words[1]
-    return build_parser(name, _load(name)).parse_args(words[1:])
+    return build_parser(name).parse_args(words[1:])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -103,7 +103,7 @@ def spans(page: Path) -> list[str]:
 
 def options_of(verb: str) -> set[str]:
     """Every option of a command."""
-    parser = build_parser(verb, _load(verb))
+    parser = build_parser(verb)
     (commands,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
     return set(commands.choices[verb]._option_string_actions)
 

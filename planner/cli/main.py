@@ -11,9 +11,8 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from planner import __version__
 from planner.cli.failures import INTERRUPTED, PIPE_CLOSED, report, tell_interrupted
@@ -42,14 +41,6 @@ EPILOG = """\
 exit codes: 0 done, 1 failed, 2 wrong usage or bad input, 3 no feasible plan
 environment: NO_COLOR=1 switches colour off, PLANNER_DEBUG=1 shows tracebacks
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Verb:
-    """What a verb's module offers."""
-
-    configure: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
 
 
 class Parser(argparse.ArgumentParser):
@@ -85,26 +76,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     name = words[0] if words and words[0] in VERBS else None
-    verb = _load(name) if name else None
-    parser = build_parser(name, verb)
+    parser = build_parser(name)
     try:
         arguments = parser.parse_args(words)
     except SystemExit as end:  # --help and --version
         return int(end.code or 0)
-    if verb is None:
+    if name is None:
         parser.print_help(sys.stderr)
         return 2
-    code = verb.run(arguments)
+    code: int = _module(name).run(arguments)
     sys.stdout.flush()
     return code
 
 
-def _load(name: str) -> Verb:
-    module = importlib.import_module(f"planner.cli.{name}")
-    return Verb(module.configure, module.run)
-
-
-def build_parser(name: str | None = None, verb: Verb | None = None) -> Parser:
+def build_parser(name: str | None = None) -> Parser:
     """The parser of the whole command, in which only the verb `name` has its options."""
     parser = Parser(
         prog="planner",
@@ -117,9 +102,13 @@ def build_parser(name: str | None = None, verb: Verb | None = None) -> Parser:
     verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", title="commands")
     for each, summary in VERBS.items():
         child = verbs.add_parser(each, help=summary, description=summary, allow_abbrev=False)
-        if verb is not None and each == name:
-            verb.configure(child)
+        if each == name:
+            _module(each).configure(child)
     return parser
+
+
+def _module(verb: str) -> Any:
+    return importlib.import_module(f"planner.cli.{verb}")
 
 
 def _leave_stdout() -> None:

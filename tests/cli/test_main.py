@@ -26,7 +26,7 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def run(arguments: object) -> int:
         raise error
 
-    monkeypatch.setattr(frame, "_load", lambda name: SimpleNamespace(configure=_json_only, run=run))
+    monkeypatch.setattr(frame, "_module", lambda name: SimpleNamespace(configure=_json_only, run=run))
 
 
 def _json_only(parser: object) -> None:
