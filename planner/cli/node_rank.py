@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cached_property
 from multiprocessing import get_context
+from typing import TypeVar
 
 from planner.cli.replan import NodeReplanner, by_search, by_service
 from planner.executor.orphans import end_with_parent
 from planner.executor.roster import Roster
 from planner.executor.weigh import Rebalanced
 from planner.spec import Infeasible, Plan, read
+
+Answer = TypeVar("Answer")
 
 
 class PlannerApart:
@@ -38,23 +41,23 @@ class PlannerApart:
 
     def for_nodes(self, roster: Roster) -> Plan | Infeasible:
         """See `planner.executor.nodes.NodePlanner`."""
-        return self._pool.submit(_for_nodes, roster).result()
+        return self._pool.submit(_answer, NodeReplanner.for_nodes, roster).result()
 
     def busy_seconds(self, plan: Plan) -> tuple[float, ...]:
         """See `planner.executor.weigh.Rebalancer`."""
-        return self._pool.submit(_busy_seconds, plan).result()
+        return self._pool.submit(_answer, NodeReplanner.busy_seconds, plan).result()
 
     def rebalance(self, plan: Plan, slowdown: Sequence[float]) -> Rebalanced | None:
         """See `planner.executor.weigh.Rebalancer`."""
-        return self._pool.submit(_rebalance, plan, tuple(slowdown)).result()
+        return self._pool.submit(_answer, NodeReplanner.rebalance, plan, tuple(slowdown)).result()
 
     def replica_seconds(self, plan: Plan) -> tuple[float, ...]:
         """See `planner.executor.weigh.Rebalancer`."""
-        return self._pool.submit(_replica_seconds, plan).result()
+        return self._pool.submit(_answer, NodeReplanner.replica_seconds, plan).result()
 
     def reshare(self, plan: Plan, slowdown: Sequence[float]) -> Rebalanced | None:
         """See `planner.executor.weigh.Rebalancer`."""
-        return self._pool.submit(_reshare, plan, tuple(slowdown)).result()
+        return self._pool.submit(_answer, NodeReplanner.reshare, plan, tuple(slowdown)).result()
 
 
 _PLANNERS: list[NodeReplanner] = []
@@ -66,24 +69,8 @@ def _prepare(path: str, address: str | None) -> None:
     _PLANNERS.append(NodeReplanner(plan, by_search(plan) if address is None else by_service(plan, address)))
 
 
-def _for_nodes(roster: Roster) -> Plan | Infeasible:
-    return _PLANNERS[0].for_nodes(roster)
-
-
-def _busy_seconds(plan: Plan) -> tuple[float, ...]:
-    return _PLANNERS[0].busy_seconds(plan)
-
-
-def _rebalance(plan: Plan, slowdown: tuple[float, ...]) -> Rebalanced | None:
-    return _PLANNERS[0].rebalance(plan, slowdown)
-
-
-def _replica_seconds(plan: Plan) -> tuple[float, ...]:
-    return _PLANNERS[0].replica_seconds(plan)
-
-
-def _reshare(plan: Plan, slowdown: tuple[float, ...]) -> Rebalanced | None:
-    return _PLANNERS[0].reshare(plan, slowdown)
+def _answer(question: Callable[..., Answer], *arguments: object) -> Answer:
+    return question(_PLANNERS[0], *arguments)
 
 
 def main(words: Sequence[str] | None = None) -> int:
