@@ -6,7 +6,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, product
 from math import gcd
 from typing import Any
@@ -97,14 +97,7 @@ class Replanner(PlanRebalancer):
 
     def for_devices(self, devices: int) -> Plan | Infeasible:
         """The fastest plan on at most so many devices."""
-        best: Plan | None = None
-        first: Infeasible | None = None
-        for found in self._answers(devices):
-            if isinstance(found, Infeasible):
-                first = first or found
-            elif best is None or found.prediction.step_seconds < best.prediction.step_seconds:
-                best = found
-        return best or first or Infeasible(reasons=("there is no device.",))
+        return _best(self._answers(devices))
 
     def _answers(self, devices: int) -> Iterator[Plan | Infeasible]:
         found = False
@@ -145,21 +138,17 @@ class NodeReplanner(PlanRebalancer):
 
     def for_nodes(self, roster: Roster) -> Plan | Infeasible:
         """The fastest plan on these nodes, or on a part of them."""
-        best: Plan | None = None
-        first: Infeasible | None = None
+        return _best(self._answers(roster))
+
+    def _answers(self, roster: Roster) -> Iterator[Plan | Infeasible]:
         until = time.monotonic() + PLANNING_SECONDS
-        for nodes in self._candidates(roster):
-            if (best or first) and time.monotonic() > until:
-                break
+        for number, nodes in enumerate(self._candidates(roster)):
+            if number and time.monotonic() > until:
+                return
             try:
-                found = self._search(self._of(nodes))
+                yield self._search(self._of(nodes))
             except PlannerError as error:
-                found = Infeasible(reasons=(str(error),))
-            if isinstance(found, Infeasible):
-                first = first or found
-            elif best is None or found.prediction.step_seconds < best.prediction.step_seconds:
-                best = found
-        return best or first or Infeasible(reasons=("there is no device.",))
+                yield Infeasible(reasons=(str(error),))
 
     def _candidates(self, roster: Roster) -> list[Roster]:
         """What to ask for, in order; at least half of the devices, unless nothing larger can be asked for."""
@@ -193,6 +182,14 @@ class NodeReplanner(PlanRebalancer):
     def _group(self, name: str) -> NodeGroup:
         groups = self._cluster.node_groups
         return next((group for group in groups if group.name == name), groups[0])
+
+
+def _best(answers: Iterable[Plan | Infeasible]) -> Plan | Infeasible:
+    """The fastest plan; where there is none, the first reason."""
+    found = list(answers)
+    plans = (each for each in found if isinstance(each, Plan))
+    fastest = min(plans, key=lambda plan: plan.prediction.step_seconds, default=None)
+    return fastest or next(iter(found), Infeasible(reasons=("there is no device.",)))
 
 
 def _sorted_nodes(roster: Roster) -> list[tuple[int, str]]:
