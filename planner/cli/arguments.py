@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+from planner.errors import DocumentError
 
 SECONDS_HINT = "give plain seconds, without a unit, e.g. 30"
 
@@ -83,6 +85,22 @@ def _number(text: str, hint: str) -> float:
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number; {hint}")
     return value
+
+
+def refuse(arguments: argparse.Namespace, names: Iterable[str], message: str, mend: str) -> None:
+    """Refuse options that would be ignored.
+
+    Args:
+        names: as the namespace has them.
+        mend: in which OPTION stands for the option.
+
+    Raises:
+        DocumentError: naming the first that was given.
+    """
+    for name in names:
+        if getattr(arguments, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise DocumentError(message, field=option, mend=mend.replace("OPTION", option))
 
 
 def add_json(parser: argparse.ArgumentParser, what: str = "print the result as JSON") -> None:

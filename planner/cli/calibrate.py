@@ -15,13 +15,11 @@ from planner.cli.console import STDOUT, Progress, bold, check_output, data, tabl
 from planner.cli.failures import DONE
 from planner.cli.service import SCHEMES, exchange
 from planner.cli.units import gibibytes, percent, seconds, significant
-from planner.spec.calibration import DEFAULT, Calibration, Constants, dump
+from planner.spec.calibration import ANY, DEFAULT, Calibration, Constants, dump
 from planner.spec.frameworks import find_framework
 
 if TYPE_CHECKING:
     from planner.fidelity.metrics import Errors, Outcome
-
-ANY = "*"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

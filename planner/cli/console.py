@@ -73,6 +73,17 @@ def write(path: str, text: str) -> None:
     words(f"wrote {path}")
 
 
+def publish(document: str, text: str, output: str | None, *, as_json: bool) -> None:
+    """Write a document to the file of ``-o``, and print it, or its text for people. With ``-o -`` stdout belongs to the
+    document."""
+    if output is not None:
+        write(output, document)
+    if not as_json:
+        (words if output == STDOUT else data)(text)
+    elif output != STDOUT:
+        data(document)
+
+
 def _write_file(path: Path, text: str) -> None:
     if path.exists() and not path.is_file():  # a pipe or a device such as /dev/null: nothing to replace
         path.write_text(text, encoding="utf-8")

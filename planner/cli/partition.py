@@ -6,10 +6,9 @@ import argparse
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from planner.cli.arguments import add_json, add_option, costs, positive_int
+from planner.cli.arguments import add_json, add_option, costs, positive_int, refuse
 from planner.cli.console import bar, data, table, to_json
 from planner.cli.units import percent, scaled, seconds
-from planner.errors import DocumentError
 from planner.partition import MEASURES, METHODS, Choice, layer_costs, partition
 from planner.partition.profile_costs import Measure, chosen_size
 from planner.spec import ModelProfile, read
@@ -103,22 +102,16 @@ def run(arguments: argparse.Namespace) -> int:
 def _layers(arguments: argparse.Namespace) -> _Layers:
     if arguments.profile is not None:
         return _of_profile(arguments)
-    for name in OF_A_PROFILE:
-        if getattr(arguments, name) is not None:
-            option = f"--{name.replace('_', '-')}"
-            raise DocumentError("has a meaning only with --profile.", field=option, mend=f"leave {option} out.")
+    refuse(arguments, OF_A_PROFILE, "has a meaning only with --profile.", "leave OPTION out.")
     return _Layers(tuple(str(index) for index in range(len(arguments.costs))), arguments.costs)
 
 
 def _of_profile(arguments: argparse.Namespace) -> _Layers:
     profile = read(ModelProfile, arguments.profile)
     by: Measure = arguments.by or "time"
-    for name in ("optimizer", "micro_batches"):
-        if by == "time" and getattr(arguments, name) is not None:
-            option = f"--{name.replace('_', '-')}"
-            raise DocumentError(
-                "has a meaning only by memory.", field=option, mend=f"add --by memory, or leave {option} out."
-            )
+    if by == "time":
+        of_memory = ("optimizer", "micro_batches")
+        refuse(arguments, of_memory, "has a meaning only by memory.", "add --by memory, or leave OPTION out.")
     choice = Choice(
         micro_batch_size=arguments.micro_batch_size,
         sequence_length=arguments.sequence_length,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from planner.cli.arguments import add_json, add_option, add_output, add_question, positive_seconds, whole_number
-from planner.cli.console import STDOUT, Progress, check_output, data, to_json, words, write
+from planner.cli.console import Progress, check_output, data, publish, to_json
 from planner.cli.failures import DONE, INFEASIBLE
 from planner.cli.inputs import Question, read_question
 from planner.cli.interrupt import interruptible
@@ -62,19 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     if isinstance(result, Infeasible):
         data(to_json(result) if arguments.json else infeasible_text(result))
         return INFEASIBLE
-    _publish(result, arguments)
+    publish(to_json(result), plan_text(result), arguments.output, as_json=arguments.json)
     return DONE
-
-
-def _publish(plan: Plan, arguments: argparse.Namespace) -> None:
-    text = to_json(plan)
-    if arguments.output is not None:
-        write(arguments.output, text)
-    if arguments.json:
-        if arguments.output != STDOUT:
-            data(text)
-    else:  # with `-o -` stdout belongs to the document
-        (words if arguments.output == STDOUT else data)(plan_text(plan))
 
 
 def _search(question: Question, options: Options) -> Plan | Infeasible:

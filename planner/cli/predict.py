@@ -8,21 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planner.cli.arguments import add_json, add_output, add_question
-from planner.cli.console import STDOUT, check_output, data, to_json, words, write
+from planner.cli.console import check_output, publish, to_json
 from planner.cli.failures import DONE
 from planner.cli.inputs import Question, read_layout, read_question
 from planner.cli.interrupt import interruptible
 from planner.cli.plan_text import forecast_text
 from planner.errors import DocumentError
 from planner.spec import Forecast, PredictionLayout
-from planner.spec.calibration import Constants, constants_for, load
+from planner.spec.calibration import ANY, Constants, constants_for, load
 from planner.spec.devices import catalogue, find_device
 from planner.spec.frameworks import find_framework
 
 if TYPE_CHECKING:
     from planner.search import Account
-
-ANY = "*"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -58,13 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     constants = _constants(question, arguments)
     forecast = interruptible(lambda _: _predict(question, layout, arguments.framework, constants))
     account = _account(question, forecast, arguments.framework, constants) if arguments.explain else None
-    written = to_json(_document(forecast, account))
-    if arguments.output is not None:
-        write(arguments.output, written)
-    if not arguments.json:
-        (words if arguments.output == STDOUT else data)(_text(forecast, account))
-    elif arguments.output != STDOUT:
-        data(written)
+    document, text = to_json(_document(forecast, account)), _text(forecast, account)
+    publish(document, text, arguments.output, as_json=arguments.json)
     return DONE
 
 

@@ -15,6 +15,7 @@ from planner.cli.arguments import (
     positive_int,
     positive_ints,
     positive_seconds,
+    refuse,
 )
 from planner.cli.console import STDOUT, Progress, check_output, data, to_json, words, write
 from planner.cli.failures import DONE
@@ -33,7 +34,7 @@ MEASURED_MICRO_BATCH_SIZES = (1, 2, 4)
 LONGEST_DEFAULT = 4096
 """Tokens. A model that takes more is profiled at this length unless told: nobody wants 131072 by surprise."""
 MEASURING_ONLY = ("concurrency", "time_budget", "journal")
-COUNTING_ONLY = ("expert_parallel",)
+COUNTING_ONLY = ("expert_parallel", "context_parallel")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -141,10 +142,7 @@ def _analytic(arguments: argparse.Namespace) -> ModelProfile:
     from planner.cost import price
 
     device = find_device(arguments.device.removeprefix(ANALYTIC), field="--device")
-    for name in MEASURING_ONLY:
-        if getattr(arguments, name) is not None:
-            option = f"--{name.replace('_', '-')}"
-            raise DocumentError("has a meaning only when measuring.", field=option, mend=f"leave {option} out.")
+    refuse(arguments, MEASURING_ONLY, "has a meaning only when measuring.", "leave OPTION out.")
     return price(_counted(arguments).model_copy(update={"precision": arguments.precision}), device)
 
 
@@ -192,16 +190,7 @@ def _counted(arguments: argparse.Namespace) -> ModelProfile:
 
 
 def _measured(arguments: argparse.Namespace) -> ModelProfile:
-    for name in COUNTING_ONLY:
-        if getattr(arguments, name) is not None:
-            option = f"--{name.replace('_', '-')}"
-            raise DocumentError("is counted, not measured.", field=option, mend="add --device analytic:ID.")
-    if arguments.context_parallel is not None:
-        raise DocumentError(
-            "context-parallel ranks are counted, not measured.",
-            field="--context-parallel",
-            mend="leave it out, or give --device analytic:ID.",
-        )
+    refuse(arguments, COUNTING_ONLY, "is counted, not measured.", "leave OPTION out, or give --device analytic:ID.")
     # Read when torch is loaded. Threads that spin while they wait would measure other processes, not the kernels.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from profiler.measure import TIME_BUDGET_SECONDS, profile

@@ -12,6 +12,7 @@ from planner.cli.arguments import (
     positive_int,
     positive_number,
     positive_seconds,
+    refuse,
     whole_number,
 )
 from planner.cli.console import STDOUT, check_output, data, to_json, words, write
@@ -225,9 +226,8 @@ def _settings(model: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check_elastic(arguments: argparse.Namespace) -> None:
-    for name in ELASTIC_ONLY:
-        if getattr(arguments, name) is not None and not arguments.elastic:
-            raise DocumentError("means nothing without --elastic.", field=f"--{name}", mend="give --elastic too.")
+    if not arguments.elastic:
+        refuse(arguments, ELASTIC_ONLY, "means nothing without --elastic.", "give --elastic too.")
 
 
 def _elastic(plan: Plan, arguments: argparse.Namespace) -> ElasticPolicy | None:

@@ -8,7 +8,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from planner.cli.arguments import add_option, positive_int, positive_seconds
+from planner.cli.arguments import add_option, positive_int, positive_seconds, refuse
 from planner.cli.console import STDOUT, check_output, words
 from planner.errors import DocumentError
 from planner.executor.elastic import DEFAULT_RESTARTS
@@ -82,14 +82,10 @@ def check_node_options(arguments: argparse.Namespace) -> None:
     Raises:
         DocumentError: naming one.
     """
-    names, mend = (NODES_ONLY, "give --nodes MIN:MAX too.") if arguments.nodes is None else (ONE_NODE_ONLY, "")
-    for name in names:
-        if getattr(arguments, name) is not None:
-            option = f"--{name.replace('_', '-')}"
-            where = "without" if arguments.nodes is None else "with"
-            raise DocumentError(
-                f"means nothing {where} --nodes.", field=option, mend=mend or f"leave {option} out, or --nodes."
-            )
+    if arguments.nodes is None:
+        refuse(arguments, NODES_ONLY, "means nothing without --nodes.", "give --nodes MIN:MAX too.")
+    else:
+        refuse(arguments, ONE_NODE_ONLY, "means nothing with --nodes.", "leave OPTION out, or --nodes.")
 
 
 def train_nodes(plan: Plan, settings: dict[str, Any], arguments: argparse.Namespace) -> tuple[MeasuredRun, Plan, bool]:
