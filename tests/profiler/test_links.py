@@ -21,33 +21,26 @@ from profiler.links_torchrun import run_torchrun
 
 
 @pytest.mark.torchrun
-def test_two_ranks_measure_every_operation() -> None:
-    """Two gloo ranks give one row and one fit for every operation, with the sizes asked for, and a usable link."""
+def test_three_ranks_measure_every_operation() -> None:
+    """Three gloo ranks give rows and one fit for every operation, and a usable link: pairs leave a remainder, and sizes
+    are rounded down to whole elements for each of three ranks. Neither a collective beside the compute nor shared cores
+    make it faster."""
     seen: list[tuple[int, int]] = []
-    options = LinkOptions(sizes=(65536, 1024), repeats=2, slowdowns=False)
-    links = launch_links(2, options, timeout_seconds=300, progress=lambda done, total, _: seen.append((done, total)))
+    options = LinkOptions(sizes=(4096, 1024), repeats=2)
+    links = launch_links(3, options, timeout_seconds=300, progress=lambda done, total, _: seen.append((done, total)))
     link = links.intra_node
     assert link is not None
     assert links.inter_node is None
     rows = {(row.operation, row.bytes, row.ranks, row.nodes) for row in link.measurements}
-    assert rows == {(name, size, 2, 1) for name in OPERATIONS for size in (1024, 65536)}
+    assert rows >= {(name, size, 2, 1) for name in OPERATIONS for size in (1024, 4096)}
+    assert rows >= {("all_gather", 1020, 3, 1), ("all_gather", 4092, 3, 1)}
+    assert {row.bytes for row in link.measurements} <= {1020, 1024, 4092, 4096}
+    assert not [row for row in link.measurements if (row.operation, row.ranks) == ("point_to_point", 3)]
     assert all(row.relative_spread is not None for row in link.measurements)
     assert [fit.operation for fit in link.fits] == list(OPERATIONS)
     assert link.bandwidth_bytes_per_second > 0
-    assert (link.overlap_slowdown, link.pipeline_slowdown) == (None, None)
-    assert seen == [(done, 12) for done in range(13)]
-
-
-@pytest.mark.torchrun
-def test_three_ranks_leave_no_rank_behind() -> None:
-    """With three ranks, pairs leave a remainder; sizes are rounded down to whole elements for each of three ranks;
-    neither a collective beside the compute nor shared cores make it faster."""
-    options = LinkOptions(sizes=(1024, 4096), operations=("all_gather", "point_to_point"), repeats=1)
-    link = launch_links(3, options, timeout_seconds=300).intra_node
-    assert link is not None
-    rows = {(row.operation, row.bytes, row.ranks) for row in link.measurements}
-    pairs = {(name, size, 2) for name in ("all_gather", "point_to_point") for size in (1024, 4096)}
-    assert rows == pairs | {("all_gather", 1020, 3), ("all_gather", 4092, 3)}
+    assert [done for done, _ in seen] == list(range(len(seen)))
+    assert {total for _, total in seen} == {len(seen) - 1}
     assert link.overlap_slowdown is not None
     assert link.overlap_slowdown >= 1
     assert link.pipeline_slowdown is not None
@@ -78,20 +71,16 @@ def test_two_agents_are_two_nodes(tmp_path: Path) -> None:
     assert links.inter_node is not None
     assert {(row.ranks, row.nodes) for row in links.intra_node.measurements} == {(2, 1)}
     assert {(row.ranks, row.nodes) for row in links.inter_node.measurements} == {(2, 2), (4, 2)}
-    assert {row.bytes for link in (links.intra_node, links.inter_node) for row in link.measurements} == {1024, 4096}
+    for link in (links.intra_node, links.inter_node):
+        assert {row.bytes for row in link.measurements} == {1024, 4096}
+        assert (link.overlap_slowdown, link.pipeline_slowdown) == (None, None)
 
 
 @pytest.mark.torchrun
-def test_failure_of_a_rank_is_told(tmp_path: Path) -> None:
-    """A rank that cannot write its result ends in a RunError with that rank's own last words."""
-    fields = {"sizes": [64, 128], "operations": ["broadcast"], "slowdowns": False}
-    with pytest.raises(RunError, match=r"rank 0: (?s:.*)No such file"):
-        run_torchrun(
-            "profiler.links",
-            ["--output", str(tmp_path / "nowhere" / "links.json"), "--options", json.dumps(fields)],
-            2,
-            timeout_seconds=300,
-        )
+def test_failure_of_a_rank_is_told() -> None:
+    """Ranks that fail end in a RunError with the rank's own last words."""
+    with pytest.raises(RunError, match=r"rank (\d): (?s:.*)the cable of rank \1 is broken"):
+        run_torchrun("tests.profiler.failing_rank", [], 2, timeout_seconds=300)
 
 
 @pytest.mark.torchrun
