@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -70,44 +71,43 @@ def _tied(gradients: dict[str, torch.Tensor], cut) -> dict[str, torch.Tensor]:
     return total
 
 
-def _assert_same(source: ModelSource, bounds: tuple[int, ...], mode: RecomputeMode = "none") -> None:
+def _assert_same(source: ModelSource, *splits: tuple[int, ...], modes: Sequence[RecomputeMode] = ("none",)) -> None:
+    """Of all splits, by their bounds, in all modes."""
     cut = source.cut()
     inputs = source.example_inputs(2, 12)[0]
     whole = _build(source)
-    expected, expected_gradients = _run_whole(whole, inputs)
-    stages = [
-        cut.stage(
-            _build(source),
-            start,
-            stop,
-            recompute={index: mode for index in range(start, stop) if cut.layers[index].recomputable},
-        )
-        for start, stop in itertools.pairwise((0, *bounds, len(cut.layers)))
-    ]
-    logits, gradients = _run_stages(stages, inputs)
-    torch.testing.assert_close(logits, expected, atol=1e-6, rtol=1e-6)
-    if len(stages) > 1:
-        gradients = _tied(gradients, cut)
-    assert gradients.keys() == expected_gradients.keys()
-    for name, gradient in expected_gradients.items():
-        torch.testing.assert_close(gradients[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+    expected, expected_gradients = _run_whole(copy.deepcopy(whole), inputs)
+    for bounds, mode in itertools.product(splits, modes):
+        stages = [
+            cut.stage(
+                copy.deepcopy(whole),
+                start,
+                stop,
+                recompute={index: mode for index in range(start, stop) if cut.layers[index].recomputable},
+            )
+            for start, stop in itertools.pairwise((0, *bounds, len(cut.layers)))
+        ]
+        logits, gradients = _run_stages(stages, inputs)
+        torch.testing.assert_close(logits, expected, atol=1e-6, rtol=1e-6)
+        if len(stages) > 1:
+            gradients = _tied(gradients, cut)
+        assert gradients.keys() == expected_gradients.keys()
+        for name, gradient in expected_gradients.items():
+            torch.testing.assert_close(gradients[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_split_into_two_equals_the_whole_model(family: str, write_config):
     """Logits and gradients of two stages are the whole model's, wherever the cut is made."""
     source = load_model(write_config(family))
-    for boundary in range(1, len(source.cut().layers)):
-        _assert_same(source, (boundary,))
+    _assert_same(source, *((boundary,) for boundary in range(1, len(source.cut().layers))))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_layer_per_stage_equals_the_whole_model(family: str, write_config):
     """The finest split is exact too, also with every block recomputed, whole or selectively."""
     source = load_model(write_config(family))
-    layers = source.cut().layers
-    for mode in get_args(RecomputeMode):
-        _assert_same(source, tuple(range(1, len(layers))), mode)
+    _assert_same(source, tuple(range(1, len(source.cut().layers))), modes=get_args(RecomputeMode))
 
 
 def test_blocks_that_return_tuples_are_cut(tmp_path: Path):
