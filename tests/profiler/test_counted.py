@@ -6,11 +6,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from planner.errors import DocumentError, UnknownNameError
 from profiler import catalogue, counted
 from profiler.count import profile
 from profiler.models import load_model
+from profiler.networks.amoebanet import amoebanet_d
 
 
 @pytest.mark.parametrize(
@@ -47,7 +50,8 @@ def test_stored_counts_equal_a_fresh_count(name: str, sequence_length: int, dtyp
     assert is_same
 
 
-_LARGER = {"amoebanet-d-18": ("256", "416"), "t5": ("large", "3b", "11b"), "vit": ("h-14",), "dit": ("l-2", "xl-2")}
+AMOEBANETS = ("208", "256", "416")
+_LARGER = {"amoebanet-d-18": AMOEBANETS, "t5": ("large", "3b", "11b"), "vit": ("h-14",), "dit": ("l-2", "xl-2")}
 LIKE_A_SMALLER_ONE = {f"{family}-{size}" for family, sizes in _LARGER.items() for size in sizes}
 """Their splits are derived by running their parts for seconds; smaller models of the same structure stand for them."""
 
@@ -64,6 +68,19 @@ def test_every_catalogue_model_is_counted(name: str):
     assert found.model_digest == source.digest
     degrees = {row.tensor_parallel_degree for row in found.layers[1].measurements}
     assert name in LIKE_A_SMALLER_ONE or degrees == set(source.tensor_parallel_degrees())
+
+
+def small_amoebanet() -> tuple[nn.Module, Tensor]:
+    """One cell of every kind, of 16 filters, where those of the catalogue are six times as deep."""
+    return amoebanet_d(layers=3, filters=16, classes=5), torch.zeros(1, 3, 64, 64)
+
+
+def test_amoebanets_are_split_as_a_small_one_is():
+    """Their stored degrees are those that are derived of a smaller one, whose cells are the same."""
+    derived = load_model(f"{__name__}:small_amoebanet").tensor_parallel_degrees()
+    for size in AMOEBANETS:
+        found = counted.counted_profile(f"amoebanet-d-18-{size}", sequence_length=0)
+        assert {row.tensor_parallel_degree for row in found.layers[1].measurements} == set(derived)
 
 
 def test_blocks_share_their_rows():
