@@ -36,6 +36,7 @@ from planner.errors import DocumentError, MismatchError, PlannerError, RunError
 from planner.executor import generators
 from planner.executor.build import RankPart
 from planner.executor.checkpoint_folder import (
+    MANIFEST,
     FileFacts,
     Manifest,
     ScaleState,
@@ -277,6 +278,8 @@ class Checkpoints:
         """Every rank verifies its share of the files."""
         found: list[list[str]] = [[]] * self._mesh.grid.size
         mine = damaged(path, manifest, share=self._mesh.rank, shares=self._mesh.grid.size)
+        if DCP_METADATA not in manifest.files:  # every writer tells it
+            mine = [MANIFEST]
         dist.all_gather_object(found, mine, group=self._group)
         refuse_damaged(path, [name for names in found for name in names])
 

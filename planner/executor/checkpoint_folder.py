@@ -17,6 +17,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -24,7 +25,7 @@ from pydantic import Field
 
 from planner.errors import DocumentError, MismatchError, RunError
 from planner.executor.settings import CheckpointPolicy
-from planner.spec.document import Document, digest, read
+from planner.spec.document import Document, digest, parse, read_data
 from planner.spec.layout import Layout
 from planner.spec.plan import Plan
 
@@ -255,16 +256,37 @@ def refuse_damaged(path: Path, names: list[str]) -> None:
         RunError: naming them.
     """
     if names:
-        raise RunError(
-            f"the checkpoint {path} is damaged: {', '.join(sorted(names))} is not as it was written.",
-            field="checkpoint_dir",
-            mend=f"remove {path.name}, to go on from the checkpoint before it.",
-        )
+        raise _damaged(path, f"{', '.join(sorted(names))} is not as it was written")
+
+
+def _damaged(path: Path, why: str) -> RunError:
+    return RunError(
+        f"the checkpoint {path} is damaged: {why}.",
+        field="checkpoint_dir",
+        mend=f"remove {path.name}, to go on from the checkpoint before it.",
+    )
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a complete checkpoint."""
-    return read(Manifest, path / MANIFEST)
+    """The manifest of a complete checkpoint.
+
+    Raises:
+        RunError: it is damaged, or of a version of this package that writes other ones.
+    """
+    file = path / MANIFEST
+    try:
+        data = read_data(file)
+        form = data.get("schema_version", 1) if isinstance(data, dict) else 1
+        if form != 1:
+            raise RunError(
+                f"the checkpoint {path} is of form {form}, this version reads form 1.",
+                field="checkpoint_dir",
+                mend="resume with the version of this package that wrote it.",
+            )
+        return parse(Manifest, data, where=str(file))
+    except DocumentError as error:
+        found = replace(error.problems[0], mend="", field=error.problems[0].field.removeprefix(f"{path}/"))
+        raise _damaged(path, str(found).rstrip(".")) from error
 
 
 def check_same_training(manifest: Manifest, trained: Trained) -> None:

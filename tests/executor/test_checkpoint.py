@@ -87,6 +87,15 @@ def test_other_samples_are_told(gpt2: ModelSource, tmp_path: Path) -> None:
     assert warned == [(), (), (told,)]
 
 
+def test_a_manifest_that_names_no_files_verifies_nothing(gpt2: ModelSource, tmp_path: Path) -> None:
+    """It was taken for one of which every file is whole."""
+    _train(gpt2, 1, CheckpointPolicy(directory=tmp_path))
+    manifest = tmp_path / "step-00000001" / MANIFEST
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"files": {}}))
+    with pytest.raises(RunError, match=r"is damaged: manifest.json is not"):
+        _train(gpt2, 2, CheckpointPolicy(directory=tmp_path, resume=True))
+
+
 def test_generators_go_on(gpt2: ModelSource, tmp_path: Path) -> None:
     """A loss that draws random numbers of its own draws those of the undisturbed run."""
     random.seed(1)

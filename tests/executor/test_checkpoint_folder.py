@@ -81,6 +81,25 @@ def test_damage_is_found(tmp_path: Path, change: str) -> None:
         refuse_damaged(path, ["y"])
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "is damaged: manifest.json: is not valid JSON"),
+        ("[]", "is damaged: manifest.json: "),
+        ('{"step": 7}', "is damaged: manifest.json: samples: the field is missing"),
+        ('{"schema_version": 2, "shape": "new"}', "is of form 2, this version reads form 1"),
+    ],
+)
+def test_a_manifest_that_cannot_be_read_is_told(tmp_path: Path, text: str, told: str) -> None:
+    """It advised to write JSON, and of a newer one to give 1."""
+    path = _save(tmp_path, 7)
+    (path / MANIFEST).write_text(text)
+    with pytest.raises(RunError, match=r"checkpoint_dir: the checkpoint .*step-00000007") as caught:
+        read_manifest(path)
+    assert told in str(caught.value)
+    assert ("remove step-00000007" in str(caught.value)) == ("damaged" in told)
+
+
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     """Unless the run resumes; a new folder is made; a file is no folder."""
     folder = tmp_path / "new" / "checkpoints"
