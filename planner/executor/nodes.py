@@ -92,13 +92,7 @@ def elastic_folder(settings: RunSettings, run_id: str) -> Path:
     Raises:
         DocumentError: no checkpoints are kept between the first step and the last.
     """
-    if settings.checkpoints is None or settings.checkpoint_every is None:
-        raise DocumentError(
-            "is how often an elastic run can be taken up again, and was not given.",
-            field="checkpoint_every" if settings.checkpoints is not None else "checkpoint_dir",
-            mend="give checkpoint_dir and checkpoint_every.",
-        )
-    return settings.checkpoints.directory / "elastic" / run_id
+    return settings.elastic_checkpoints.directory / "elastic" / run_id
 
 
 def run_node(

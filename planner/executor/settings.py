@@ -95,6 +95,21 @@ class RunSettings:
         directory = Path(self.checkpoint_dir)
         return CheckpointPolicy(directory=directory, every=self.checkpoint_every, keep=self.keep, resume=self.resume)
 
+    @property
+    def elastic_checkpoints(self) -> CheckpointPolicy:
+        """Those that an elastic run is taken up again from.
+
+        Raises:
+            DocumentError: none are kept between the first step and the last.
+        """
+        if self.checkpoints is None or self.checkpoint_every is None:
+            raise DocumentError(
+                "is how often an elastic run can be taken up again, and was not given.",
+                field="checkpoint_every" if self.checkpoints is not None else "checkpoint_dir",
+                mend="give checkpoint_dir and checkpoint_every.",
+            )
+        return self.checkpoints
+
     def to_arguments(self) -> list[str]:
         """As command-line arguments, defaults left out."""
         arguments = []
