@@ -10,6 +10,7 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from planner.errors import DocumentError, LayoutError, RunError, StoppedError, UnsupportedError
 from planner.executor.checkpoint_folder import check_policy, used_alone
@@ -17,9 +18,6 @@ from planner.executor.elastic import Elastic, ElasticPolicy
 from planner.executor.failure import read_failure
 from planner.executor.settings import (
     DEFAULT_GRACE_SECONDS,
-    DEFAULT_KEEP,
-    DEFAULT_LEARNING_RATE,
-    DEFAULT_TIMEOUT_SECONDS,
     RunSettings,
 )
 from planner.executor.support import check_plan
@@ -39,39 +37,23 @@ def run_plan(
     plan: Plan,
     plan_path: str | Path | None = None,
     *,
-    model: str,
-    steps: int = 20,
-    data: str = "stdlib",
-    loss: str | None = None,
-    seed: int = 0,
-    learning_rate: float = DEFAULT_LEARNING_RATE,
-    max_gradient_norm: float | None = None,
-    device: str | None = None,
     output: str | Path | None = None,
     metrics: str | Path | None = None,
     log: Log = lambda line: None,
     reference_steps: int = 0,
-    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-    grace_seconds: float = DEFAULT_GRACE_SECONDS,
-    checkpoint_dir: str | None = None,
-    checkpoint_every: int | None = None,
-    keep: int = DEFAULT_KEEP,
-    resume: bool = False,
-    weights: str | None = None,
-    deterministic: bool = False,
     elastic: ElasticPolicy | None = None,
+    **choices: Any,
 ) -> MeasuredRun:
     """Train with torchrun on this machine and return what happened.
 
     Args:
         plan_path: the plan's file; None: a temporary one is written.
-        model, data, loss, seed, learning_rate, max_gradient_norm, device, timeout_seconds, grace_seconds,
-            checkpoint_dir, checkpoint_every, keep, resume, weights, deterministic: see `RunSettings`.
         output: where to write the report too.
         metrics: file for one JSON line per step.
         log: takes one line of text per step.
         reference_steps: train this many steps in a single process first and compare the losses.
         elastic: go on when ranks are killed, and grow again when their devices come back; None: fail.
+        choices: `model`, and further fields of `RunSettings`.
 
     Raises:
         MismatchError: a plan of another model.
@@ -80,28 +62,11 @@ def run_plan(
         RunError: a rank failed, or the losses are not those of the single process.
         StoppedError: the run was told to stop (SIGTERM), and did.
     """
-    settings = RunSettings(
-        model=model,
-        steps=steps,
-        data=data,
-        loss=loss,
-        seed=seed,
-        learning_rate=learning_rate,
-        max_gradient_norm=max_gradient_norm,
-        device=device,
-        timeout_seconds=timeout_seconds,
-        grace_seconds=grace_seconds,
-        checkpoint_dir=checkpoint_dir,
-        checkpoint_every=checkpoint_every,
-        keep=keep,
-        resume=resume,
-        weights=weights,
-        deterministic=deterministic,
-    )
+    settings = RunSettings(**choices)
     _check_resume(settings, reference_steps)
     check_plan(plan)
     _check_one_node(plan)
-    _check_model(plan, model)
+    _check_model(plan, settings.model)
     kept = settings.checkpoints
     with (
         stoppable(),
@@ -110,7 +75,7 @@ def run_plan(
     ):
         folder = Path(name)
         path = Path(plan_path) if plan_path is not None else _write_plan(plan, folder)
-        expected = _reference(path, settings, min(reference_steps, steps), plan, log) if reference_steps else ()
+        expected = _reference(path, settings, reference_steps, plan, log) if reference_steps else ()
         if elastic is not None:
             measured = Elastic(plan, settings, folder, elastic, metrics=metrics, log=log).run()
         else:
@@ -136,21 +101,14 @@ class NodeCommand:
     """Of the shell; MASTER_ADDR is for the shell to fill in."""
 
 
-def commands(plan: Plan, plan_path: str | Path, *, model: str, steps: int = 20, **settings: object) -> tuple[str, ...]:
-    """The texts of `node_commands`."""
-    return tuple(each.text for each in node_commands(plan, plan_path, model=model, steps=steps, **settings))
-
-
-def node_commands(
-    plan: Plan, plan_path: str | Path, *, model: str, steps: int = 20, **settings: object
-) -> tuple[NodeCommand, ...]:
+def node_commands(plan: Plan, plan_path: str | Path, **choices: Any) -> tuple[NodeCommand, ...]:
     """The command of every node of the plan, in the order of their ranks: the first one's address is MASTER_ADDR.
 
     Nodes may have different numbers of devices. torchrun counts the ranks by ``--node-rank``, each node with as many as
     it starts; under a c10d rendezvous it would number the nodes as it likes.
 
     Args:
-        settings: further fields of `RunSettings`.
+        choices: `model`, and further fields of `RunSettings`.
 
     Raises:
         LayoutError: the placement does not number the ranks node by node, as torchrun does, or names a node that the
@@ -158,7 +116,7 @@ def node_commands(
     """
     check_plan(plan)
     ranks = _ranks_per_node(plan)
-    chosen = RunSettings(model=model, steps=steps, **settings)  # type: ignore[arg-type]
+    chosen = RunSettings(**choices)
     arguments = chosen.to_arguments()
     is_usual = chosen.grace_seconds == DEFAULT_GRACE_SECONDS
     variables = "" if is_usual else "".join(f"{name}={value} " for name, value in grace(chosen).items())
@@ -211,7 +169,7 @@ def _check_one_node(plan: Plan) -> None:
         raise UnsupportedError(
             f"the plan needs {nodes(plan)} nodes, and torchrun starts processes on one.",
             field="placement",
-            mend="start the command of every node there: planner.executor.launch.commands lists them.",
+            mend="start the command of every node there: planner.executor.launch.node_commands lists them.",
         )
 
 
@@ -251,6 +209,7 @@ def _torchrun(
 
 def _reference(path: Path, settings: RunSettings, steps: int, plan: Plan, log: Log) -> tuple[float, ...]:
     """Losses of the single process, which gets all cores: it runs alone."""
+    steps = min(steps, settings.steps)
     log(f"training {steps} steps in a single process, to compare")
     command = [*interpreter(), "-m", "planner.executor.reference", str(path), *settings.to_arguments()]
     with tempfile.TemporaryDirectory(prefix="planner-reference-") as name:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from planner.errors import DocumentError, LayoutError, MismatchError, PlannerError, RunError, UnsupportedError
 from planner.executor import doing, last_words
 from planner.executor.failure import crash_path, doing_path, read_failure, write_failure
-from planner.executor.launch import commands, node_commands, nodes, run_plan
+from planner.executor.launch import node_commands, nodes, run_plan
 from planner.executor.settings import RunSettings
 from planner.spec import Cluster, Plan
 from tests.executor.plans import make_plan, source_of
@@ -46,7 +46,7 @@ def _on_nodes(*nodes: int, groups: tuple[int, ...] = (2,)) -> Plan:
 def test_every_node_gets_its_command() -> None:
     """Same worker, own node rank; the shell fills in the address."""
     plan = _on_nodes(0, 0, 1, 1)
-    lines = commands(plan, "my plan.json", model="gpt2", steps=5, seed=3)
+    lines = [each.text for each in node_commands(plan, "my plan.json", model="gpt2", steps=5, seed=3)]
     assert len(lines) == nodes(plan) == 2
     for rank, line in enumerate(lines):
         words = shlex.split(line)
@@ -69,7 +69,7 @@ def test_unequal_nodes_get_commands_in_the_order_of_use() -> None:
 def test_ranks_that_torchrun_would_number_otherwise_are_refused(places: tuple[int, ...], told: str) -> None:
     """torchrun counts node by node; and nobody can start a node that is not there."""
     with pytest.raises(LayoutError, match=told):
-        commands(_on_nodes(*places), "plan.json", model="gpt2")
+        node_commands(_on_nodes(*places), "plan.json", model="gpt2")
 
 
 def test_several_nodes_are_not_started_here() -> None:
