@@ -23,9 +23,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from planner.executor.sharding import local
+from planner.executor.sharding import local, placed_as
 from planner.spec.recipes import QUANTIZED_BLOCK
 from profiler.low_bit import torchao
 
@@ -99,9 +98,9 @@ class Adam8bit(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group)
+                    self._update(parameter, parameter.grad, group)
 
-    def _update(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> None:
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: Mapping[str, Any]) -> None:
         values, state, start = local(parameter.detach()), self.state[parameter], self._starts[id(parameter)]
         if not state:
             state |= _zeros(values, start)
@@ -109,13 +108,13 @@ class Adam8bit(torch.optim.Optimizer):
         if values.is_meta:
             return
         # Of a parameter whose elements do not lie in order this is a copy.
-        flat, gradient = values.reshape(-1), local(_placed(parameter)).reshape(-1)
+        flat, placed = values.reshape(-1), local(placed_as(parameter, gradient)).reshape(-1)
         with _updating(values) as (of_whole, chunk):
             for run in runs(flat.numel(), start, chunk):
                 update = of_whole if run.is_whole else _library().update
                 averages = (_view(state, name, run) for name in SIGNED)
                 update(
-                    *(flat[run.elements], gradient[run.elements], state["step"], *averages, None),
+                    *(flat[run.elements], placed[run.elements], state["step"], *averages, None),
                     *(group["lr"], *group["betas"], group["weight_decay"], group["eps"], False, False),
                 )
         if not values.is_contiguous():
@@ -208,15 +207,6 @@ def _view(state: Mapping[str, torch.Tensor], name: str, run: Run) -> torch.Tenso
     codes, scale = local(state[name])[run.elements], local(state[name + SCALE])[run.blocks]
     library = _library()
     return library.state(codes, scale, library.map(SIGNED[name], codes.device), SIGNED[name], torch.float32)
-
-
-def _placed(parameter: torch.Tensor) -> torch.Tensor:
-    """Its gradient, placed as the parameter is."""
-    gradient = parameter.grad
-    assert gradient is not None
-    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-        return gradient.redistribute(placements=parameter.placements)
-    return gradient
 
 
 @contextmanager

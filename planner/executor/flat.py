@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from planner.executor.sharding import local, with_local
+from planner.executor.sharding import local, placed_as, with_local
 
 # Before torch 2.13 they had other names, which warn by now.
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -163,7 +163,7 @@ class Unit:
         for span in self.spans:
             gradient = span.parameter.grad
             if gradient is not None:
-                self._view(taken, span).copy_(local(_as_placed(gradient, span.parameter)))
+                self._view(taken, span).copy_(local(placed_as(span.parameter, gradient)))
                 span.parameter.grad = None
         return taken
 
@@ -180,13 +180,6 @@ class Unit:
     @staticmethod
     def _view(full: torch.Tensor, span: Span) -> torch.Tensor:
         return full[span.start : span.stop].view(local(span.parameter.detach()).shape)
-
-
-def _as_placed(gradient: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    """The gradient of a tensor-parallel parameter, placed as the parameter is."""
-    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-        return gradient.redistribute(placements=parameter.placements)
-    return gradient
 
 
 def put(parameter: nn.Parameter, values: torch.Tensor) -> None:

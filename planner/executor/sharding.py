@@ -78,6 +78,13 @@ def tied_modules(stages: Iterable[nn.Module]) -> set[str]:
     return {name for names in users.values() if len(names) > 1 for name in names}
 
 
+def placed_as(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient of a parameter, spread over the tensor-parallel group as the parameter is."""
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        return gradient.redistribute(placements=parameter.placements)
+    return gradient
+
+
 def is_split(tensor: torch.Tensor) -> bool:
     """Does every rank of a group hold a part of its own?"""
     return isinstance(tensor, DTensor) and not any(placement.is_replicate() for placement in tensor.placements)
