@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,10 +9,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Executor"]
 
-_HOME = {"Executor": "planner.executor.executor"}
-
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
+    if name == "Executor":
+        from planner.executor.executor import Executor
+
+        return Executor
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 WARM_UP_STEPS = 2
-"""Of a launch; they say nothing about its step time."""
+"""Of a launch: they allocate, connect and compile, and say nothing about its step time."""
 LOOK_STEPS = 8
 """That a look takes in: those since the look before."""
 DRIFT = 1.2

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from planner.executor.drift import WARM_UP_STEPS
 from planner.executor.exposed import exposed_seconds
 from planner.executor.mesh import Mesh
 from planner.executor.offload import ActivationOffload
@@ -18,9 +19,6 @@ from planner.executor.sharding import local
 from planner.executor.timeline import Span
 from planner.spec.measured import MeasuredAction, MeasuredRank, MeasuredRun
 from planner.spec.plan import Plan
-
-WARM_UP_STEPS = 2
-"""The first steps allocate, connect and compile; they stay out of the median."""
 
 
 @dataclass(frozen=True, slots=True)
