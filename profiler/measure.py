@@ -15,6 +15,7 @@ from __future__ import annotations
 import platform
 import statistics
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -47,7 +48,7 @@ from profiler.measure_journal import Case, Figures, Journal
 from profiler.measure_layer import PHASES, Bench, LayerWorkload, OptimizerWorkload, Size, recomputed_backward
 from profiler.measure_load import Load, available_cores, threads_per_rank
 from profiler.measure_low_bit import adam_8bit_seconds
-from profiler.measure_shard import fake_ranks
+from profiler.measure_shard import fake_group
 from profiler.measure_timing import Timing, time_phases
 from profiler.models import ModelSource
 
@@ -115,7 +116,9 @@ def profile(
             source, sequence_length=length, micro_batch_sizes=sizes, tensor_parallel_degrees=shards, dtype=dtype
         )
 
-    with Load(concurrency) as load, fake_ranks(max(degrees)):  # the load first: its processes take time to start
+    most = max(degrees)
+    ranks = fake_group(0, most, field="tensor_parallel_degrees") if most > 1 else nullcontext()
+    with Load(concurrency) as load, ranks:  # the load first: its processes take time to start
         counted = at_lengths(counted_at, sequence_lengths)
         tasks = _tasks(counted, degrees)
         before = conditions(place)

@@ -25,25 +25,25 @@ from profiler.tensor_parallel import parallel_styles, plan, split_modules
 
 
 @contextmanager
-def fake_ranks(ranks: int) -> Iterator[None]:
-    """Within, this process is rank 0 of so many ranks, none of which exists; one rank needs no group.
+def fake_group(rank: int, ranks: int, *, field: str = "") -> Iterator[None]:
+    """Within, this process is one of so many ranks, of which no other exists, in a group that moves nothing.
+
+    Args:
+        field: that asks for it.
 
     Raises:
         UnsupportedError: this process already is a rank of a real group.
     """
-    if ranks == 1:
-        yield
-        return
     if dist.is_initialized():
         raise UnsupportedError(
-            "shards are measured in a process of their own, but this one is a rank of a process group.",
-            field="tensor_parallel_degrees",
-            mend="measure outside of torchrun, or measure degree 1 only.",
+            "ranks that do not exist are played by one process, but this one is a rank of a process group.",
+            field=field,
+            mend="do it in a process of its own, outside of torchrun.",
         )
     # Importing it registers the backend "fake".
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         yield
     finally:
@@ -51,7 +51,7 @@ def fake_ranks(ranks: int) -> Iterator[None]:
 
 
 def split(stage: nn.Module, source: ModelSource, degree: int, device: torch.device) -> None:
-    """Leave one rank's shard of a stage of this model, in place; to be called within `fake_ranks`."""
+    """Leave one rank's shard of a stage of this model, in place; to be called within `fake_group`."""
     mesh = DeviceMesh(device.type, torch.arange(degree))
     styles, chosen = parallel_styles(), split_modules(stage, plan(source))
     split_ours(stage, chosen, mesh)

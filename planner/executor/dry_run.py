@@ -12,15 +12,12 @@ of every share is built.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner.errors import UnsupportedError
 from planner.executor.build import build_rank
 from planner.executor.executor import as_planned, check_model
 from planner.executor.loss import load_loss
@@ -30,6 +27,7 @@ from planner.executor.report import rank_of
 from planner.executor.support import Grid, check_plan
 from planner.spec.measured import MeasuredRank
 from planner.spec.plan import Plan, RankMemory
+from profiler.measure_shard import fake_group
 from profiler.models import ModelSource
 
 COUNTER_BYTES = 8
@@ -148,7 +146,7 @@ class _Built:
 
 def _build(plan: Plan, source: ModelSource, grid: Grid, rank: int) -> _Built:
     """Build a rank, with its gradients and the state of one update."""
-    with _fake_group(rank, grid.size):
+    with fake_group(rank, grid.size):
         mesh = build_mesh(grid, "cpu")
         part = build_rank(
             plan,
@@ -179,26 +177,3 @@ class _Scalars(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return 1.0
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _fake_group(rank: int, ranks: int) -> Iterator[None]:
-    """Within, this process is one of so many ranks, of which no other exists.
-
-    Raises:
-        UnsupportedError: this process is a rank of a real group.
-    """
-    if dist.is_initialized():
-        raise UnsupportedError(
-            "a dry run plays every rank itself, but this process is a rank of a process group.",
-            mend="make the dry run in a process of its own.",
-        )
-    # Importing it registers the backend "fake".
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    store = FakeStore()
-    dist.init_process_group("fake", rank=rank, world_size=ranks, store=store)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()

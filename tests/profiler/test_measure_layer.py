@@ -13,7 +13,7 @@ from torch import nn
 from planner.errors import UnsupportedError
 from planner.spec.profile import RecomputeMode
 from profiler.measure_layer import PHASES, Bench, BuiltLayer, LayerWorkload, recomputed_backward
-from profiler.measure_shard import fake_ranks, local
+from profiler.measure_shard import fake_group, local
 from profiler.models import ModelSource, load_model
 
 CPU = torch.device("cpu")
@@ -138,7 +138,7 @@ def test_shards_have_local_shapes(llama: ModelSource) -> None:
     gradients of its own shapes, and its optimizer steps on as much."""
     bench = Bench(llama, CPU, "fp32")
     whole = dict(bench.build(1).stage.named_parameters())
-    with fake_ranks(2):
+    with fake_group(0, 2):
         layer = bench.build(1, 2)
         workload = bench.workload(1, (2, 8), layer)
         assert marks_of(workload) == len(PHASES) + 1
@@ -155,7 +155,7 @@ def test_shards_have_local_shapes(llama: ModelSource) -> None:
 
 def test_shards_need_a_process_of_their_own() -> None:
     """A rank of a process group cannot pretend to be a rank of another one."""
-    with fake_ranks(2), pytest.raises(UnsupportedError, match="outside of torchrun"), fake_ranks(4):
+    with fake_group(0, 2), pytest.raises(UnsupportedError, match="outside of torchrun"), fake_group(0, 4):
         pass
 
 
