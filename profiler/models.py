@@ -144,12 +144,23 @@ class ModelSource:
 
         Args:
             dtype: that the model computes in; some hand on tensors of another one.
+
+        Raises:
+            UnsupportedError: the model does not run at this size or in this type.
         """
         size = (micro_batch_size, sequence_length)
         if (size, dtype) not in self._borders:
             model = self.build_on_meta() if dtype == torch.float32 else cast(self.build_on_meta(), dtype)
             inputs = partial(self._examples_in, dtype)
-            self._borders[size, dtype] = self.cut().chain.borders(model, inputs, size)
+            try:
+                self._borders[size, dtype] = self.cut().chain.borders(model, inputs, size)
+            except (RuntimeError, ValueError, TypeError, IndexError) as error:  # from the user's code
+                raise UnsupportedError(
+                    f"{self.name} does not run on {micro_batch_size} samples of {sequence_length} tokens in "
+                    f"{str(dtype).removeprefix('torch.')}: {next(iter(str(error).strip().splitlines()), '')}",
+                    field="model",
+                    mend="let the model take every type and size, or plan for another precision.",
+                ) from error
         return self._borders[size, dtype]
 
     @cached_property

@@ -358,3 +358,13 @@ def test_own_transformers_of_torch_with_a_mask() -> None:
         output = cut.stage(copy.deepcopy(model), index, index + 1)(*made)
         made = output if isinstance(output, tuple) else (output,)
     torch.testing.assert_close(made[0], expected)
+
+
+def test_models_that_mind_their_type(tmp_path: Path) -> None:
+    """MiniMax multiplies by buffers in fp32: a dry run in bf16 ended in a traceback."""
+    config = {"model_type": "minimax", **SMALL, "num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8}
+    (tmp_path / "model.json").write_text(json.dumps(config | {"num_key_value_heads": 2}))
+    source = load_model(str(tmp_path / "model.json"))
+    source.borders(1, 8)
+    with pytest.raises(UnsupportedError, match="does not run on 1 samples of 8 tokens in bfloat16"):
+        source.borders(1, 8, torch.bfloat16)
