@@ -19,7 +19,7 @@ from tests.executor.plans import make_plan
 LEAVES_SLOWLY = """
 import signal, sys, time
 def leave(*_):
-    time.sleep(1)
+    time.sleep(0.6)
     open(sys.argv[1], "w").write("left")
     sys.exit(0)
 signal.signal(signal.SIGTERM, leave)
