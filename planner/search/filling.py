@@ -48,7 +48,7 @@ _FIRST_STEP = 1.05
 
 @dataclass(frozen=True, slots=True)
 class InOrder:
-    """What the layers of a model take of a rank, one by one, [mode, layer]."""
+    """What the layers of a model take of the ranks of a column, one by one, [mode, device, layer]."""
 
     forward: Floats
     """Ticks of a micro-batch."""
@@ -57,29 +57,51 @@ class InOrder:
     activation_bytes: Floats
     tail: Floats
     once: Floats
-    """Forward, and forward and backward, in the mode in which it takes least, [2, layer]."""
+    """Forward, and forward and backward, in the mode in which it takes least, [2, device, layer]."""
     boundary_bytes: Floats
-    """Behind every number of layers, from none to all."""
+    """Behind every number of layers, from none to all, [device, layers]."""
     rates: Floats
-    """Ticks of a micro-batch for a byte of it, at which modes are traded."""
+    """Ticks of a micro-batch for a byte of it, at which modes are traded, [rate, device]."""
+    devices: NDArray[np.intp]
+    """Which of them every pipeline rank stands on."""
 
     @property
     def count(self) -> int:
         """Of the layers."""
-        return len(self.boundary_bytes) - 1
+        return int(self.boundary_bytes.shape[1]) - 1
 
     @classmethod
-    def of(cls, load: RankLoad) -> Self:
-        """The layers of a load that tells their places."""
-        assert load.places is not None, "layers are filled in by their places"
-        places, counts = load.places, np.bincount(load.places, minlength=len(load.forward))[:, None]
-        tables = (load.forward, load.backward, load.ogp_bytes, load.activation_bytes, load.tail)
-        each = [np.broadcast_to(table, load.forward.shape) / counts for table in tables]
-        once = np.stack([each[0].min(axis=1), (each[0] + each[1]).min(axis=1)])[:, places]
-        boundaries = np.zeros(len(places)) if load.boundary_bytes is None else load.boundary_bytes
-        behind = np.concatenate([[0.0], boundaries])
-        forward, backward, ogp, activations, tail = (table[places].T for table in each)
-        return cls(forward, backward, ogp, activations, tail, once, behind, _rates(each[1], each[3]))
+    def of(cls, loads: Sequence[RankLoad]) -> Self:
+        """The layers of loads that tell their places; ranks on devices that are alike share one."""
+        distinct = {id(load): load for load in loads}
+        numbers = {key: number for number, key in enumerate(distinct)}
+        each = [_one_by_one(load) for load in distinct.values()]
+        most = max(len(rates) for *_, rates in each)
+        *tables, boundaries, rates = zip(*each, strict=True)
+        forward, backward, ogp, activations, tail, once = (np.stack(same, axis=1) for same in tables)
+        return cls(
+            forward=forward,
+            backward=backward,
+            ogp_bytes=ogp,
+            activation_bytes=activations,
+            tail=tail,
+            once=once,
+            boundary_bytes=np.stack(boundaries),
+            rates=np.stack([np.pad(one, (0, most - len(one))) for one in rates], axis=1),
+            devices=np.array([numbers[id(load)] for load in loads]),
+        )
+
+
+def _one_by_one(load: RankLoad) -> list[Floats]:
+    """The tables of `InOrder`, of one device."""
+    assert load.places is not None, "layers are filled in by their places"
+    places, counts = load.places, np.bincount(load.places, minlength=len(load.forward))[:, None]
+    tables = (load.forward, load.backward, load.ogp_bytes, load.activation_bytes, load.tail)
+    each = [np.broadcast_to(table, load.forward.shape) / counts for table in tables]
+    once = np.stack([each[0].min(axis=1), (each[0] + each[1]).min(axis=1)])[:, places]
+    boundaries = np.zeros(len(places)) if load.boundary_bytes is None else load.boundary_bytes
+    behind = np.concatenate([[0.0], boundaries])
+    return [*(table[places].T for table in each), once, behind, _rates(each[1], each[3])]
 
 
 def _rates(backward: Floats, activations: Floats) -> Floats:
@@ -108,10 +130,8 @@ _TURNED, _RETURNED, _ALONE, _HELD = range(4)
 class _Limit(NamedTuple):
     """A sum over a stage [i, j) of a rank that has a limit: stops(j) - starts(i) <= room + what is left of T."""
 
-    stops: list[float]
-    """By j: the least of what stands there and further behind, so that they rise."""
-    starts: list[float]
-    """By i: the most of what stands there and further ahead."""
+    row: int
+    """Where its tables begin."""
     room: float
     way: int
     """Place in `_Left` of what is left."""
@@ -121,19 +141,33 @@ class _Limits(NamedTuple):
     """Those of a rank."""
 
     first: int
-    """Layers before its window; the tables begin there."""
+    """Layers before its window; every table begins there."""
+    width: int
+    """Of a table."""
+    stops: Sequence[float]
+    """By j: the least of what stands there and further behind, so that they rise; one table behind the other."""
+    starts: Sequence[float]
+    """By i: the most of what stands there and further ahead."""
     each: list[_Limit]
 
     def furthest(self, start: int, left: _Left) -> int:
         """Where a stage ends at most that starts there."""
+        _, width, stops, starts, each = self
         place = start - self.first
-        reached = [bisect_right(stops, starts[place] + room + left[way]) for stops, starts, room, way in self.each]
+        reached = [
+            bisect_right(stops, starts[row + place] + room + left[way], row, row + width) - row
+            for row, room, way in each
+        ]
         return self.first + min(reached) - 1
 
     def nearest(self, stop: int, left: _Left) -> int:
         """Where a stage starts at least that ends there."""
+        _, width, stops, starts, each = self
         place = stop - self.first
-        reached = [bisect_left(starts, stops[place] - room - left[way]) for stops, starts, room, way in self.each]
+        reached = [
+            bisect_left(starts, stops[row + place] - room - left[way], row, row + width) - row
+            for row, room, way in each
+        ]
         return self.first + max(reached)
 
 
@@ -153,8 +187,7 @@ class _Counted(NamedTuple):
 class Filling:
     """The ranks of a column under one schedule, as whole layers fill them in order."""
 
-    layers: tuple[InOrder, ...]
-    """Of every pipeline rank; ranks on devices that are alike share them."""
+    layers: InOrder
     micro_batches: int
     in_flight: tuple[int, ...]
     room_bytes: tuple[int, ...]
@@ -162,6 +195,8 @@ class Filling:
     """The schedule; otherwise it is 1f1b."""
     transfers: tuple[list[float], ...]
     """Ticks behind every rank but the last, there and back, by number of layers before."""
+    within: Windows | None = None
+    """Where ranks can start at most, if that is known."""
     _known: list[tuple[float, list[_Limits]]] = field(default_factory=list, repr=False, compare=False)
     """Limits at prices, and the T in whose windows they were told last."""
 
@@ -172,7 +207,7 @@ class Filling:
         micro_batches: int,
         in_flight: Sequence[int],
         *,
-        is_gpipe: bool,
+        is_gpipe: bool = False,
         transfers: Sequence[Sequence[int]] = (),
     ) -> Self:
         """A column.
@@ -184,24 +219,33 @@ class Filling:
             is_gpipe: the schedule; otherwise it is 1f1b.
             transfers: ticks behind every rank but the last, one way, by the last layer before; without: 0.
         """
-        known = {key: InOrder.of(load) for key, load in {id(load): load for load in loads}.items()}
-        layers = tuple(known[id(load)] for load in loads)
-        moved = transfers or [[0] * layers[0].count] * (len(loads) - 1)
-        both = {
-            key: [0.0, *(2.0 * ticks for ticks in each)] for key, each in {id(each): each for each in moved}.items()
-        }
+        layers = InOrder.of(loads)
+        distinct = {id(each): each for each in transfers}
+        both = {key: [0.0, *(2.0 * ticks for ticks in each)] for key, each in distinct.items()}
+        moved = [both[id(each)] for each in transfers] or [[0.0] * (layers.count + 1)] * (len(loads) - 1)
         return cls(
             layers=layers,
             micro_batches=micro_batches,
             in_flight=tuple(in_flight),
             room_bytes=tuple(load.room_bytes for load in loads),
             is_gpipe=is_gpipe,
-            transfers=tuple(both[id(each)] for each in moved),
+            transfers=tuple(moved),
         )
 
-    def under(self, in_flight: Sequence[int], *, is_gpipe: bool) -> Self:
-        """The same column under another schedule."""
-        return replace(self, in_flight=tuple(in_flight), is_gpipe=is_gpipe, _known=[])
+    def under(self, in_flight: Sequence[int], *, is_gpipe: bool, within: Windows | None = None) -> Self:
+        """The same column under another schedule.
+
+        Args:
+            in_flight: as above.
+            is_gpipe: the schedule.
+            within: where ranks can start at most, for all T that will be asked for.
+        """
+        return replace(self, in_flight=tuple(in_flight), is_gpipe=is_gpipe, within=within, _known=[])
+
+    @property
+    def ranks(self) -> int:
+        """P."""
+        return len(self.in_flight)
 
     def bound(self, known_ticks: int, limit_ticks: int) -> int:
         """Ticks that no stage map beats, known ones or more: equation (N6).
@@ -219,39 +263,33 @@ class Filling:
                 low, step = middle, step * step
         return max(known_ticks, int(low * (1 - ROUNDING)))
 
-    def leaves(self, ticks: float, *, roughly: bool = False) -> bool:
-        """May a stage map that fits take so many ticks or less?
+    def below(self, ticks: float) -> Self | None:
+        """The same, to be asked about so many ticks or fewer; None: no stage map that fits takes them."""
+        found = self.windows(ticks)
+        return None if found is None else replace(self, within=found)
 
-        Args:
-            ticks: T.
-            roughly: with bytes for nothing, which takes less time to tell.
-        """
-        return (self._roughly(ticks) if roughly else self.windows(ticks)) is not None
+    def leaves(self, ticks: float) -> bool:
+        """May a stage map that fits take so many ticks or less?"""
+        return self.windows(ticks) is not None
 
     def windows(self, ticks: float) -> Windows | None:
         """Where ranks can start in stage maps that fit and take so many ticks or less; None: there are none."""
-        found = self._roughly(ticks)
+        found = self.within or self._narrowed(ticks, self._everywhere, self._plain)
         return None if found is None else self._narrowed(ticks, found, self._priced(ticks, found))
-
-    def _roughly(self, ticks: float) -> Windows | None:
-        """With bytes for nothing: mostly that is enough."""
-        return self._narrowed(ticks, self._everywhere, self._plain)
 
     @cached_property
     def _everywhere(self) -> Windows:
-        return Windows.everywhere(self.layers[0].count, len(self.layers))
+        return Windows.everywhere(self.layers.count, self.ranks)
 
     @cached_property
     def _plain(self) -> list[_Limits]:
-        """By rank; bytes for nothing."""
-        return self._limits(self._everywhere, np.zeros((0, len(self.layers))))
+        """By rank; bytes for nothing: mostly that is enough."""
+        return self._limits(self._everywhere, np.zeros((0, self.ranks)))
 
     def _priced(self, ticks: float, windows: Windows) -> list[_Limits]:
         """By rank, in these windows, or wider ones that were asked for before."""
         if not self._known or self._known[0][0] < ticks:
-            most = max(len(each.rates) for each in self.layers)
-            rates = np.stack([np.pad(each.rates, (0, most - len(each.rates))) for each in self.layers], axis=1)
-            self._known[:] = [(ticks, self._limits(windows, rates))]
+            self._known[:] = [(ticks, self._limits(windows, self.layers.rates[:, self.layers.devices]))]
         return self._known[0][1]
 
     def _narrowed(self, ticks: float, windows: Windows, limits: Sequence[_Limits]) -> Windows | None:
@@ -265,18 +303,19 @@ class Filling:
         return found
 
     @cached_property
-    def _runs(self) -> list[tuple[int, int]]:
-        """Ranks on devices that are alike: the first, and the first behind."""
-        sizes = [len([*run]) for _, run in groupby(map(id, self.layers))]
-        return list(pairwise(accumulate(sizes, initial=0)))
+    def _runs(self) -> list[tuple[int, int, int]]:
+        """Ranks on devices that are alike: the device, the first of them, the first behind."""
+        runs = [(device, len([*same])) for device, same in groupby(self.layers.devices.tolist())]
+        ends = pairwise(accumulate((size for _, size in runs), initial=0))
+        return [(device, *end) for (device, _), end in zip(runs, ends, strict=True)]
 
     def _left(self, ticks: float, windows: Windows) -> list[_Left]:
         """What the stages in these windows leave every rank of a step: equation (N5); nothing where no rank's window
         holds some layer."""
-        least = np.full((2, self.layers[0].count), np.inf)
-        for first, behind in self._runs:
+        least = np.full((2, self.layers.count), np.inf)
+        for device, first, behind in self._runs:
             held = slice(windows.least[first], windows.most[behind])
-            np.minimum(least[:, held], self.layers[first].once[:, held], out=least[:, held])
+            np.minimum(least[:, held], self.layers.once[:, device, held], out=least[:, held])
         down, before = ([0.0, *each] for each in least.cumsum(axis=1).tolist())
         if before[-1] == np.inf:
             return []
@@ -284,7 +323,7 @@ class Filling:
         moved = [min(each[nearest : furthest + 1]) for each, nearest, furthest in cuts]
         moved_behind = [*accumulate(reversed(moved), initial=0.0)][::-1]
         passing = before[-1] + sum(moved)
-        tail = float(self.layers[0].tail[0, : windows.least[1]].sum())
+        tail = float(self.layers.tail[0, self.layers.devices[0], : windows.least[1]].sum())
         left = []
         for p, (nearest, furthest) in enumerate(zip(windows.least, windows.most[1:], strict=False)):
             turned = ticks - passing - (tail if p else 0.0)
@@ -294,7 +333,7 @@ class Filling:
 
     def _counted(self, rates: Floats) -> list[_Counted]:
         """What limits count by equations (N1) to (N3), at no price and at those of rates, [rate, rank]."""
-        ranks, count, units = len(self.layers), self.micro_batches, np.array(self.in_flight, dtype=np.float64)
+        ranks, count, units = self.ranks, self.micro_batches, np.array(self.in_flight, dtype=np.float64)
         ahead = np.minimum(count, ranks - np.arange(ranks))
         free, ones, all_but_one = np.zeros(ranks), np.ones(ranks), np.full(ranks, count - 1.0)
         first = (np.arange(ranks) == 0).astype(np.float64)
@@ -311,44 +350,44 @@ class Filling:
         """By rank within windows, at no price and at those of rates, [rate, rank]."""
         counted, first = self._counted(rates), np.array(windows.least[:-1])
         width = int((np.array(windows.most[1:]) - first).max())
-        edges = np.minimum(first[:, None] + np.arange(width + 1), self.layers[0].count)
-        amounts = [np.stack(each) for each in zip(*(limit[1:] for limit in counted), strict=True)]
-        taken = self._taken(np.minimum(edges[:, :-1], self.layers[0].count - 1))
-        every = sum(amount[:, None, :, None] * table for amount, table in zip(amounts, taken, strict=True))
+        edges = np.minimum(first[:, None] + np.arange(width + 1), self.layers.count)
+        forwards, backwards, tails, prices = (
+            np.stack(each)[:, None, :, None] for each in list(zip(*counted, strict=True))[1:]
+        )
+        forward, backward, tail, held = self._taken(np.minimum(edges[:, :-1], self.layers.count - 1))
+        every = forwards * forward + backwards * backward + tails * tail + prices * held
         sums = np.zeros((len(counted), *edges.shape))
         np.cumsum(every.min(axis=1), axis=2, out=sums[:, :, 1:])
-        paid = amounts[-1][:, :, None] * self._of_ranks("boundary_bytes", edges)
-        outgoing = np.array(self.in_flight) + RECEIVE_BUFFERS * (np.arange(len(edges)) < len(edges) - 1)
+        paid = prices[:, 0] * self.layers.boundary_bytes[self.layers.devices[:, None], edges]
+        outgoing = np.array(self.in_flight) + RECEIVE_BUFFERS * (np.arange(self.ranks) < self.ranks - 1)
         stops = np.minimum.accumulate((sums + outgoing[:, None] * paid)[:, :, ::-1], axis=2)[:, :, ::-1]
         starts = np.maximum.accumulate(sums - RECEIVE_BUFFERS * paid, axis=2)
-        rooms = amounts[-1] * np.array(self.room_bytes) * (1 + ROUNDING)
-        tables = (table.swapaxes(0, 1).tolist() for table in (stops, starts, rooms))
+        rooms = prices[:, 0, :, 0] * np.array(self.room_bytes) * (1 + ROUNDING)
+        upto, before = (np.ascontiguousarray(table).reshape(-1).data for table in (stops, starts))
         ways = [limit.way for limit in counted]
-        return [
-            _Limits(here, [one for one in map(_Limit, *own, ways) if one.way != _RETURNED or returns])
-            for here, returns, *own in zip(first.tolist(), self._returns, *tables, strict=True)
-        ]
+        found = []
+        for p, (here, returns, own) in enumerate(zip(first.tolist(), self._returns, rooms.T.tolist(), strict=True)):
+            rows = range(p * edges.shape[1], stops.size, edges.size)
+            each = [one for one in map(_Limit, rows, own, ways) if one.way != _RETURNED or returns]
+            found.append(_Limits(here, edges.shape[1], upto, before, each))
+        return found
 
     @property
     def _returns(self) -> list[bool]:
         """Does the last micro-batch come back to a rank that had to wait for another's backward before it?"""
-        return [self.micro_batches > len(self.layers) - rank for rank in range(len(self.layers))]
+        return [self.micro_batches > self.ranks - rank for rank in range(self.ranks)]
 
-    def _taken(self, layers: NDArray[np.intp]) -> list[Floats]:
+    def _taken(self, places: NDArray[np.intp]) -> tuple[Floats, Floats, Floats, Floats]:
         """Of some layers of every rank what `_Counted` counts, [mode, rank, layer]."""
-        forward, backward, tail, ogp, activations = (
-            self._of_ranks(name, layers) for name in ("forward", "backward", "tail", "ogp_bytes", "activation_bytes")
+        tables, devices = self.layers, self.layers.devices[:, None]
+        units = np.array(self.in_flight, dtype=np.float64)[:, None]
+        held = tables.ogp_bytes[:, devices, places] + units * tables.activation_bytes[:, devices, places]
+        return (
+            tables.forward[:, devices, places],
+            tables.backward[:, devices, places],
+            tables.tail[:, devices, places],
+            held,
         )
-        return [forward, backward, tail, ogp + np.array(self.in_flight)[:, None] * activations]
-
-    def _of_ranks(self, name: str, places: NDArray[np.intp]) -> Floats:
-        """Of a table of the layers, what stands at these places of every rank, [..., rank, place]."""
-        kinds = {id(each): each for each in self.layers}
-        numbers = {key: number for number, key in enumerate(kinds)}
-        of_rank = np.array([numbers[id(each)] for each in self.layers])[:, None]
-        tables = np.stack([getattr(each, name) for each in kinds.values()], axis=-2)
-        found: Floats = tables[..., of_rank, places]
-        return found
 
 
 def _filled(limits: Sequence[_Limits], left: Sequence[_Left], windows: Windows) -> Windows | None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import accumulate, groupby
 from operator import attrgetter
 
 import numpy as np
@@ -30,6 +30,7 @@ import numpy as np
 from planner.cost import LayoutCosts, Workload, reserved_bytes
 from planner.cost.mixed import columns_of, mixed_costs, standings
 from planner.cost.nearest import nearest_costs
+from planner.cost.shared import skip_costs
 from planner.search.bounds import room_bytes, warm_ups
 from planner.search.filling import Filling
 from planner.search.lanes import modes_on
@@ -37,6 +38,7 @@ from planner.search.segments import LayerModes
 from planner.search.space import Family, Zero
 from planner.search.spread import ROUNDING, Floats, RankLoad, Spread
 from planner.search.standing import Speeds
+from planner.search.windows import Windows
 from planner.spec.profile import ModelProfile
 
 _LESS = 1 - 1e-6
@@ -68,7 +70,7 @@ def portions(work: Workload, family: Family, limit_ticks: int) -> Iterator[tuple
     before = 0
     for _, together in groupby(family.zeros, key=lambda zero: (max(1, zero.stage), zero.shards is None)):
         part = replace(family, zeros=tuple(together), ways_before=before)
-        yield bounding.of_part(part), part
+        yield from bounding.of_ways(part)
         before += len(part.ways)
 
 
@@ -82,23 +84,39 @@ class _Bounding:
         assert rows is not None, "cells of a family stand in one node group each"
         self.columns = dict.fromkeys(zip(rows, shares, strict=True))
         self.known: dict[_Column, Floats] = {}
+        self.within: dict[bool, list[Windows | None]] = {}
+        """By schedule, is it gpipe, where the ranks of every column can start in any part."""
 
     def least(self, family: Family) -> int:
         """Ticks that no layout beats under gpipe and 1f1b, with exchanges for nothing: equation (U4); where most layers
         differ, whether any may beat the limit is all that is told."""
         loads = self._loads(family, {})
-        if _differ(loads):
-            return family.standing.least_ticks if self._open(family, loads) else self.limit
-        return self._spread_out(loads)
+        if not _differ(loads):
+            return self._spread_out(loads)
+        fillings = self._open(family, loads)
+        self.within = {is_gpipe: [each.within for each in columns] for is_gpipe, columns in fillings.items()}
+        return family.standing.least_ticks if fillings else self.limit
+
+    def of_ways(self, part: Family) -> Iterator[tuple[int, Family]]:
+        """A part with its bound; where states must be shared out to beat the limit, the way that does not is apart."""
+        bound, plain = self.of_part(part), replace(part, zeros=part.zeros[:1])
+        if bound < self.limit and len(part.zeros) > 1 and plain.zeros[0].stage == 0 and self._overflows(plain):
+            yield self.limit, plain
+            part = replace(part, zeros=part.zeros[1:], ways_before=(part.ways_before or 0) + len(plain.ways))
+        yield bound, part
+
+    def _overflows(self, part: Family) -> bool:
+        """Is it plain by whole layers that the part does not beat the limit?"""
+        loads = self._loads(part, {})
+        return _differ(loads) and not self._open(part, loads)
 
     def of_part(self, part: Family) -> int:
         """The same with what the part exchanges, and with whole layers in order: equations (U7) and (U8)."""
         if _differ(self._loads(part, {})):
-            fillings = self._open(part, self._loads(part, _exchanges(self.work, part)))
+            fillings = self._open(part, self._loads(part, _exchanges(self.work, part))).values()
             least = min(part.standing.least_ticks, self.limit)
-            return min(
-                (max(each.bound(least, self.limit) for each in columns) for columns in fillings), default=self.limit
-            )
+            every = (max(each.bound(least, self.limit) for each in columns) for columns in fillings)
+            return min(every, default=self.limit)
         for column, ranks in self._loads(part, {}).items():
             rows, spread = self.known[column], Spread.of(ranks, column[1], _least_in_flight(column))
             told = spread.dual(rows[: len(ranks)], rows[len(ranks) :]) * spread.ticks
@@ -115,20 +133,22 @@ class _Bounding:
             bound = max(bound, ticks)
         return bound
 
-    def _open(self, family: Family, loads: Mapping[_Column, Sequence[RankLoad]]) -> list[list[Filling]]:
-        """The columns under every schedule that may beat the limit: equation (U8)."""
-        found, known = [], dict[_Column, Filling]()
-        for is_gpipe in dict.fromkeys(order.schedule == "gpipe" for order in family.orders):
+    def _open(self, family: Family, loads: Mapping[_Column, Sequence[RankLoad]]) -> dict[bool, list[Filling]]:
+        """The columns under every schedule, is it gpipe, that may beat the limit: equation (U8)."""
+        asked = dict.fromkeys(order.schedule == "gpipe" for order in family.orders)
+        within = self.within or {is_gpipe: [None] * len(loads) for is_gpipe in asked}
+        plain = {column: Filling.of(ranks, column[1], _least_in_flight(column)) for column, ranks in loads.items()}
+        found = {}
+        for is_gpipe in (each for each in asked if each in within):
             columns: list[Filling] = []
-            for (row, share), ranks in loads.items():
-                units = [share] * len(row) if is_gpipe else _least_in_flight((row, share))
-                if (row, share) not in known:
-                    known[row, share] = Filling.of(ranks, share, units, is_gpipe=is_gpipe)
-                columns.append(known[row, share].under(units, is_gpipe=is_gpipe))
-                if not columns[-1].leaves(self.limit):
+            for (column, filling), known in zip(plain.items(), within[is_gpipe], strict=True):
+                units = [column[1]] * len(column[0]) if is_gpipe else filling.in_flight
+                narrowed = filling.under(units, is_gpipe=is_gpipe, within=known).below(self.limit)
+                if narrowed is None:
                     break
+                columns.append(narrowed)
             else:
-                found.append(columns)
+                found[is_gpipe] = columns
         return found
 
     def _loads(
@@ -232,7 +252,8 @@ def _whole_load(work: Workload, family: Family) -> tuple[RankLoad, list[Floats]]
     known = {id(options): tuple(options.values()) for options in layers}
     numbers = {key: number for number, key in enumerate(kinds)}
     places = [numbers[id(options), place in sharing] for place, options in enumerate(layers)]
-    outputs = [known[id(options)][0].output_bytes for options in layers]
+    over = _skipping_bytes(work, family)
+    outputs = [known[id(options)][0].output_bytes + more for options, more in zip(layers, over, strict=True)]
     first = [None if shares else known[key][0] for key, shares in kinds]
     counts = np.array(list(kinds.values()), dtype=np.float64)[:, None]
     elements = counts * np.array([[cost.parameters if cost else 0.0] for cost in first], dtype=np.float64)
@@ -240,9 +261,18 @@ def _whole_load(work: Workload, family: Family) -> tuple[RankLoad, list[Floats]]
         counts * np.array([[getattr(cost, name) if cost else 0.0] for cost in first], dtype=np.float64)
         for name in ("parameters_bytes", "gradients_bytes", "optimizer_bytes")
     ]
-    room = work.capacity_bytes - reserved_bytes(work)
+    room = work.capacity_bytes - reserved_bytes(work) - int(work.constants.workspace_bytes)
     load = _load([known[key] for key, _ in kinds], list(kinds.values()), [0.0] * len(kinds), room)
     return _in_order(replace(load, elements=elements), places, outputs), states
+
+
+def _skipping_bytes(work: Workload, family: Family) -> list[int]:
+    """What goes over the boundary behind every layer besides its output, of a micro-batch."""
+    begun = [0] * len(work.profile.layers)
+    for skip in skip_costs(work, family.layout(Zero(0), family.orders[0])):
+        begun[skip.producer] += skip.bytes
+        begun[skip.consumer] -= skip.bytes
+    return list(accumulate(begun))
 
 
 def priced_bound(costs: LayoutCosts, modes: Sequence[LayerModes], limit_ticks: int) -> int:
