@@ -3,31 +3,47 @@
 from __future__ import annotations
 
 import json
-from functools import cache
+from inspect import signature
 from typing import Any
 
 import pytest
 
 from benchmarks.executor import Row, main, row, table
-from planner.spec import ModelProfile
-from profiler.links import launch_links
+from planner.spec import DeviceSpec, Link, Links, ModelProfile
+from profiler.count import profile as count
+from profiler.links import LinkOptions, launch_links
 from profiler.measure import profile as measure
 from profiler.models import ModelSource
+
+DEVICE = DeviceSpec(
+    id="cpu",
+    memory_bytes=4 * 10**9,
+    peak_flops_per_second={"fp32": 5e10},
+    memory_bandwidth_bytes_per_second=1e10,
+    reserved_bytes=0,
+)
+
+
+def counted(source: ModelSource, **settings: Any) -> ModelProfile:
+    """Instead of a measured profile, which has tests of its own."""
+    signature(measure).bind(source, **settings)
+    (length,) = settings["sequence_lengths"]
+    found = count(source, sequence_length=length, micro_batch_sizes=settings["micro_batch_sizes"])
+    return found.model_copy(update={"device": DEVICE.id, "device_spec": DEVICE})
+
+
+def known_links(ranks: int, options: LinkOptions) -> Links:
+    """Instead of measured ones, likewise."""
+    signature(launch_links).bind(ranks, options)
+    options.check()
+    return Links(intra_node=Link(latency_seconds=1e-5, bandwidth_bytes_per_second=1e9))
 
 
 @pytest.mark.torchrun
 def test_all_kinds_do_the_same_work(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The hand-written splits and the single process have our first loss, and everything was timed."""
-    # Before the rounds, not after them too.
-    monkeypatch.setattr("benchmarks.executor.launch_links", cache(launch_links))
-    profiles: list[ModelProfile] = []
-
-    def measured_once(source: ModelSource, **settings: Any) -> ModelProfile:
-        if not profiles:
-            profiles.append(measure(source, **settings))
-        return profiles[0]
-
-    monkeypatch.setattr("benchmarks.executor.measure", measured_once)
+    monkeypatch.setattr("benchmarks.executor.launch_links", known_links)
+    monkeypatch.setattr("benchmarks.executor.measure", counted)
     main(
         [
             "--model",
