@@ -76,6 +76,8 @@ class Totals:
     ogp_bytes: int
     activation_bytes: int
     """In the leanest mode."""
+    fastest_bytes: int
+    """Of activations in the mode whose backward takes least."""
     host_states_bytes: int
     host_activation_bytes: int
     """Likewise."""
@@ -83,6 +85,8 @@ class Totals:
     """The distinct layers, and their number."""
     known: dict[tuple[int, int], int] = field(default_factory=dict, repr=False, compare=False)
     """`fullest`, by micro-batches and pipeline ranks: layouts that differ in their order alone share it."""
+    sorted_trades: list[tuple[float, int]] = field(default_factory=list, repr=False, compare=False)
+    """`trades` of all layers, the cheapest first, once they were asked for."""
 
     @classmethod
     def of(cls, costs: LayoutCosts, modes: Sequence[Sequence[LayerCost]]) -> Self:
@@ -104,6 +108,10 @@ class Totals:
             ogp_bytes=sum(count * options[0].ogp_bytes for options, count in counted)
             - sum(times * shared.ogp_bytes for times, shared in spared),
             activation_bytes=sum(count * min(cost.activation_bytes for cost in options) for options, count in counted),
+            fastest_bytes=sum(
+                count * min((cost.backward_ticks, cost.activation_bytes) for cost in options)[1]
+                for options, count in counted
+            ),
             host_states_bytes=sum(count * options[0].host_optimizer_bytes for options, count in counted)
             - sum(times * shared.host_optimizer_bytes for times, shared in spared),
             host_activation_bytes=sum(
@@ -173,12 +181,13 @@ def lower_bound(costs: LayoutCosts, totals: Totals, warm_up: Sequence[int]) -> i
 
 def least_backward(totals: Totals, room_bytes: float) -> int:
     """Backward ticks of all layers that keep at most so many bytes of activations: equation (B6), rounded down."""
-    kept, steps = 0, []
-    for options, count in totals.counted:
-        kept += count * min((cost.backward_ticks, cost.activation_bytes) for cost in options)[1]
-        steps += [(rate, count * freed) for rate, freed in trades(options)]
-    missing, ticks = kept - room_bytes, 0.0
-    for rate, freed in sorted(steps):
+    missing, ticks = totals.fastest_bytes - room_bytes, 0.0
+    if missing <= 0:
+        return totals.backward
+    if not totals.sorted_trades:
+        every = ((rate, count * freed) for options, count in totals.counted for rate, freed in trades(options))
+        totals.sorted_trades.extend(sorted(every))
+    for rate, freed in totals.sorted_trades:
         if missing <= 0:
             break
         ticks += rate * min(freed, missing)

@@ -31,8 +31,8 @@ from planner.spec.cluster import Link
 from planner.spec.layout import RankOrder
 from planner.spec.profile import RecomputeMode
 
-Priced = tuple[int, tuple[Zero, RankOrder], LayoutCosts, tuple[LayerModes, ...]]
-"""Place among the family's ways, what it is, its costs, and the choices of every layer."""
+Priced = tuple[int, tuple[Zero, RankOrder], LayoutCosts, tuple[LayerModes, ...], Totals]
+"""Place among the family's ways, what it is, its costs, the choices of every layer, and their totals."""
 
 
 def worth_opening(work: Workload, family: Family, wish: tuple[str, ...]) -> list[Priced]:
@@ -61,8 +61,9 @@ def worth_pricing(work: Workload, family: Family, wish: tuple[str, ...]) -> Iter
             continue
         costs = layout_costs(work, family.layout(zero, family.orders[0], rank_order))
         modes = allowed_modes(costs, wish)
-        if may_fit(costs, Totals.of(costs, modes), (1,) * family.pipeline):
-            yield place, (zero, rank_order), costs, modes
+        totals = Totals.of(costs, modes)
+        if may_fit(costs, totals, (1,) * family.pipeline):
+            yield place, (zero, rank_order), costs, modes, totals
         elif not costs.shared:
             overflows.add(zero.stage)
 

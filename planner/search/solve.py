@@ -160,10 +160,10 @@ def _portions(state: State, one: Open, family: Family) -> Iterator[Open]:
 def _groups(state: State, one: Open, family: Family) -> Iterator[Open]:
     """Every way to share out states that is worth a look: equation (F5)."""
     stages: dict[ZeroStage, list[Open]] = {}
-    for way, (zero, rank_order), costs, modes in worth_opening(state.work, family, state.wish):
-        bound = max(one.bound_ticks, any_order_bound(costs, Totals.of(costs, modes)))
+    for way, (zero, rank_order), costs, modes, totals in worth_opening(state.work, family, state.wish):
+        bound = max(one.bound_ticks, any_order_bound(costs, totals))
         place = (one.order[0], way + (family.ways_before or 0))
-        found = Open(bound, place, Group(family, zero, rank_order, costs))
+        found = Open(bound, place, Group(family, zero, rank_order, costs, modes, totals))
         stages.setdefault(zero.stage, []).append(found)
         yield found
     for groups in stages.values():
@@ -175,16 +175,15 @@ def _groups(state: State, one: Open, family: Family) -> Iterator[Open]:
 def _orders(state: State, one: Open, group: Group) -> Iterator[Open]:
     """Every order that may fit; before that, what no order beats, by the micro-batches that all of them hold."""
     if not group.is_tight:
-        totals = Totals.of(group.costs, allowed_modes(group.costs, state.wish))
         units = _least_held(group.family, group.family.orders)
-        if not may_fit(group.costs, totals, units):
+        if not may_fit(group.costs, group.totals, units):
             return
-        one = replace(one, bound_ticks=max(one.bound_ticks, any_order_bound(group.costs, totals, units)))
+        one = replace(one, bound_ticks=max(one.bound_ticks, any_order_bound(group.costs, group.totals, units)))
         if state.heap and state.heap[0].bound_ticks < one.bound_ticks:
             yield replace(one, item=replace(group, is_tight=True))
             return
     alike: dict[RecomputeWord, list[Order]] = {}
-    known: dict[RecomputeWord, tuple[tuple[LayerModes, ...], Totals]] = {}
+    known: dict[RecomputeWord, tuple[tuple[LayerModes, ...], Totals]] = {"per-layer": (group.modes, group.totals)}
     for place, order in enumerate(group.family.orders):
         if order.is_dealt:
             alike.setdefault(order.recompute, []).append(order)
@@ -202,8 +201,10 @@ def _orders(state: State, one: Open, group: Group) -> Iterator[Open]:
             yield Open(bound, (*one.order, place), Searched(costs, modes))
     for place, (mode, orders) in enumerate(alike.items(), start=len(group.family.orders)):
         is_free = mode == "per-layer"
-        modes = allowed_modes(group.costs, state.wish) if is_free else uniform_modes(group.costs, mode)
-        totals, units = Totals.of(group.costs, modes), _least_held(group.family, tuple(orders))
+        if mode not in known:
+            modes = uniform_modes(group.costs, mode)
+            known[mode] = modes, Totals.of(group.costs, modes)
+        (modes, totals), units = known[mode], _least_held(group.family, tuple(orders))
         if may_fit(group.costs, totals, units):
             bound = max(one.bound_ticks, any_order_bound(group.costs, totals, units if is_free else None))
             words = [word for word in alike if word != "per-layer"]

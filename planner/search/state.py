@@ -36,6 +36,10 @@ class Group:
     zero: Zero
     rank_order: RankOrder
     costs: LayoutCosts
+    modes: tuple[LayerModes, ...]
+    """Permitted recompute choices of every layer."""
+    totals: Totals
+    """Theirs."""
     is_tight: bool = False
     """Bounded by the micro-batches too that every order holds."""
 
