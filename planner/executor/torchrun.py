@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 import planner
-from planner.errors import DocumentError, PlannerError, StoppedError
+from planner.errors import DocumentError, PlannerError, RunError, StoppedError
 from planner.executor.failure import LATE_NOTE, STOPPED_NOTE, killed_ranks, read_failure, read_stopped
 from planner.executor.metrics import Metrics
 from planner.executor.settings import RunSettings
@@ -116,7 +116,15 @@ class Torchrun:
         text = (self._folder / "stderr.txt").read_text(encoding="utf-8", errors="replace")
         if self._told or by_signal or (self._folder / STOPPED_NOTE).exists():
             return Ended(None, read_stopped(self._folder), was_stopped=True, by_signal=by_signal)
+        if code < 0 and not any(self._folder.glob("rank-*.json")):
+            return Ended(None, _killed(-code))
         return Ended(None, read_failure(self._folder, text), killed_ranks(text))
+
+
+def _killed(number: int) -> RunError:
+    """The end of torchrun itself, which had no time to write a summary."""
+    memory = ", as systems do when memory runs out" if number == signal.SIGKILL else ""
+    return RunError(f"torchrun was killed (signal {number}){memory}; its ranks end with it.", mend=RESUME)
 
 
 def _follow(process: subprocess.Popen[str], on_step: Callable[[Metrics], None], log: Log) -> None:

@@ -13,7 +13,8 @@ import pytest
 
 from planner.errors import StoppedError
 from planner.executor.metrics import Metrics
-from planner.executor.torchrun import environment, interpreter, passing_on, started, stoppable, visible
+from planner.executor.settings import RunSettings
+from planner.executor.torchrun import Torchrun, environment, interpreter, passing_on, started, stoppable, visible
 from tests.executor.plans import make_plan
 
 LEAVES_SLOWLY = """
@@ -93,6 +94,15 @@ def test_ranks_end_with_their_torchrun() -> None:
     while Path(f"/proc/{child}/cmdline").is_file() and Path(f"/proc/{child}/cmdline").read_bytes():
         assert time.monotonic() < until, "an orphan"
         time.sleep(0.05)
+
+
+def test_a_torchrun_that_is_killed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes no summary, and the error named last lines that were not there."""
+    kill = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    launch = Torchrun(make_plan(("a", "b")), tmp_path / "plan.json", RunSettings(model="m"), tmp_path)
+    monkeypatch.setattr(launch, "_command", kill)
+    ended = launch.run(lambda step: None, lambda line: None)
+    assert "torchrun was killed (signal 9), as systems do when memory runs out" in str(ended.error)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
