@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from profiler.cut import CutLayer
+from profiler.cut import CutLayer, tied_modules
 from profiler.derive_vocabulary import vocabulary_of
 from profiler.split_attention import can_split, split_attention
 from profiler.split_products import Product, product_of, reads_split_features, split_columns, split_rows
@@ -84,15 +84,12 @@ def derive(source: ModelSource) -> DerivedSplit:
 
 def _derive(source: ModelSource, ranks: int) -> tuple[DerivedSplit, bool]:
     """And whether something was not split only because so many ranks do not divide it."""
-    cut, tied = source.cut(), _tied(source.blueprint)
-    first: dict[str, int] = {}
-    for index, layer in enumerate(cut.layers):
-        first.setdefault(layer.kind, index)
+    cut, tied = source.cut(), tied_modules([source.blueprint])
     columns: dict[str, int] = {}
     rows: list[str] = []
     attentions: list[str] = []
     divisor, was_indivisible = 0, False
-    for kind, index in first.items():
+    for kind, index in cut.first_of_kind().items():
         if _products(source.blueprint, cut.layers[index]) < 2:
             continue  # a column-wise product takes a row-wise one
         run = _Layer(source, index, ranks)
@@ -119,14 +116,6 @@ def _renamed(layer: CutLayer, other: CutLayer, name: str) -> str:
         if name == mine or name.startswith(f"{mine}."):
             return theirs + name.removeprefix(mine)
     return name
-
-
-def _tied(model: nn.Module) -> set[str]:
-    """Modules that share a parameter."""
-    users: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        users.setdefault(id(parameter), []).append(name.rpartition(".")[0])
-    return {name for names in users.values() if len(names) > 1 for name in names}
 
 
 @dataclass(slots=True)
@@ -249,7 +238,7 @@ class _Layer:
                 handle.remove()
         return [name for name in dict.fromkeys(calls) if calls.count(name) == 1]
 
-    def _running(self) -> AbstractContextManager[None]:
+    def _running(self) -> AbstractContextManager[Any]:
         return friendly_to(self.module)
 
     def _try(self, columns: dict[str, int], tied: set[str], attentions: tuple[str, ...]) -> DerivedSplit | None:

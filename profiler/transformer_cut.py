@@ -104,12 +104,12 @@ def meta_friendly() -> Iterator[None]:
         yield
 
 
-def friendly_to(module: nn.Module) -> AbstractContextManager[None]:
+def friendly_to(module: nn.Module) -> AbstractContextManager[Any]:
     """`meta_friendly` for a layer of a transformers model; other layers do not need transformers."""
     return meta_friendly() if hasattr(module, "config") else causal_as_told()
 
 
-def causal_as_told() -> AbstractContextManager[None]:
+def causal_as_told() -> AbstractContextManager[Any]:
     """Within, torch's own encoders and decoders do not look whether their mask is the causal one, which would only
     choose another kernel for the same numbers."""
     return mock.patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", _is_told)
