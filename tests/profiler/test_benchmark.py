@@ -7,10 +7,29 @@ import json
 import pytest
 
 from benchmarks.profiler import Refused, Row, main, sources, table
+from planner.spec import DeviceSpec
+from profiler import measure
+from profiler.measure_device import DeviceSheet
 
 
-def test_counted_is_what_autograd_saves(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def known_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device's data sheet is not measured: it has its own tests."""
+    spec = DeviceSpec(
+        id="cpu",
+        memory_bytes=1 << 30,
+        peak_flops_per_second={"fp32": 1e10},
+        memory_bandwidth_bytes_per_second=1e10,
+    )
+    monkeypatch.setattr("benchmarks.profiler.device_spec", lambda device: spec)
+    monkeypatch.setattr(measure, "look_up_device", lambda place, _: DeviceSheet(place, "test", 1 << 30, None, None))
+    monkeypatch.setattr(measure, "measure_peaks", lambda *arguments: spec)
+
+
+@pytest.mark.usefixtures("known_device")
+def test_counted_is_what_autograd_saves(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's chains keep what was counted, to the byte; a GPT-2 but for the CUDA attention kernel's random state."""
+    monkeypatch.setattr("benchmarks.profiler.QUICK_SECONDS", 0.05)
     main(["--models", "mlp,convolutions,gpt2", "--quick", "--json"])
     rows = {row["model"]: row for row in json.loads(capsys.readouterr().out)["models"]}
     for name in ("mlp", "convolutions"):
