@@ -17,19 +17,20 @@ import torch
 from torch import Tensor, nn
 
 from planner.errors import DocumentError, SpecError, UnsupportedError
+from planner.executor.dry_run import dry_run
 from planner.executor.failure import read_failure, write_failure
 from planner.executor.materialise import materialise
 from planner.executor.rank_module import merge
 from planner.executor.reference import train_reference
 from planner.executor.runtime import _LossShare
 from planner.search import plan
-from planner.spec import Cluster, parse
+from planner.spec import Cluster, Plan, parse
 from planner.spec.profile import RecomputeMode
 from profiler import count, host_random, measure
 from profiler.cut import cut_model
 from profiler.models import load_model
 from profiler.recompute import recompute
-from tests.builders import cluster, job, layer, profile, request
+from tests.builders import GIGABYTE, cluster, job, layer, profile, request
 from tests.executor.plans import make_plan
 
 
@@ -368,3 +369,21 @@ def test_models_that_mind_their_type(tmp_path: Path) -> None:
     source.borders(1, 8)
     with pytest.raises(UnsupportedError, match="does not run on 1 samples of 8 tokens in bfloat16"):
         source.borders(1, 8, torch.bfloat16)
+
+
+def odd_sizes() -> tuple[nn.Module, Tensor]:
+    """Parameters that neither blocks of 256 nor three ranks divide."""
+    return nn.Sequential(nn.Linear(5, 71), nn.Tanh(), nn.Linear(71, 3)), torch.zeros(1, 5)
+
+
+def test_states_in_8_bits_on_the_host() -> None:
+    """A dry run took the scales of blocks that begin within a shard for bytes that the plan did not promise."""
+    source = load_model(f"{__name__}:odd_sizes")
+    model = count.profile(source, sequence_length=0, micro_batch_sizes=(1,))
+    (group,) = cluster(3, host_bandwidth_bytes_per_second=1e10, peak_flops_per_second={"fp32": 1e12}).node_groups
+    machines = Cluster(node_groups=(group.model_copy(update={"host_memory_bytes": GIGABYTE}),))
+    fixed = {"data_parallel_degree": 3, "zero_stage": 1, "optimizer_offload": True}
+    step = job(6, optimizer="adam-8bit", precision="fp32", **fixed).model_copy(update={"sequence_length": 0})
+    found = plan(request(model, machines, step, top=0), model)
+    assert isinstance(found, Plan)
+    assert dry_run(found, source).differences == ()

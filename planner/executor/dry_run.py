@@ -50,7 +50,7 @@ class DryRank:
     predicted: RankMemory | None
     """None: the plan has no row for this pipeline rank."""
     tolerance_bytes: int
-    """Of the optimizer: what the prediction leaves out, such as counters."""
+    """Of the optimizer, on the device or on the host: what the prediction leaves out, such as counters."""
     padding_bytes: int = 0
     """Of parameters, gradients or any state of the optimizer: what fills up shards, so that all are of one size."""
     offloads_activations: bool = False
@@ -64,7 +64,7 @@ class DryRank:
         found = []
         for name in COMPARED:
             built, predicted = getattr(self.built, name), getattr(self.predicted, name)
-            counters = self.tolerance_bytes if name == "optimizer_bytes" else 0
+            counters = self.tolerance_bytes if name in ("optimizer_bytes", "host_bytes") else 0
             is_less = name == "host_bytes" and self.offloads_activations and built < predicted
             if abs(built - predicted) > counters + self.padding_bytes and not is_less:
                 found.append(
