@@ -27,6 +27,11 @@ from planner.spec.cluster import Link
 from planner.spec.layout import Layout
 from planner.spec.profile import Measurement, RecomputeMode
 
+Rows = tuple[dict[RecomputeMode, Measurement], ...]
+"""Of the profile, by layer and recompute mode."""
+Layers = tuple[dict[RecomputeMode, LayerCost], ...]
+"""By layer and recompute mode; identical layers share one dict."""
+
 
 @dataclass(frozen=True)
 class LayoutCosts:
@@ -135,18 +140,12 @@ def priced(work: Workload, layout: Layout, groups: Groups, *, network: Link | No
     """
     micro_batches = layout.micro_batches(work.job.global_batch_size)
     rows = _rows(work, layout)
-    alike = work.alike(rows)
-    known = known_prices(work, groups, layout.sequence_chunks)
-    distinct: dict[int, dict[RecomputeMode, LayerCost]] = {}
-    for index, _ in _counted(alike):
-        plain = rows[index][modes_of(rows[index])[0]]
-        pricing = LayerPricing(work, layout, groups, work.profile.layers[index], plain, known)
-        distinct[index] = pricing.costs(rows[index])
+    alike, layers = work.alike(rows), _on_device(work, layout, groups, rows)
     if is_offloading(layout):
-        offload = Offload.of(work, layout, _gathered_bytes(layout, distinct.values()))
-        distinct = {index: offload.costs(options) for index, options in distinct.items()}
-    check_step(micro_batches, sum(count * _longest(distinct[index]) for index, count in _counted(alike)))
-    layers = tuple(map(distinct.__getitem__, alike))
+        offload = Offload.of(work, layout, _gathered_bytes(layout, [layers[first] for first, _ in _counted(alike)]))
+        offloaded = {first: offload.costs(layers[first]) for first, _ in _counted(alike)}
+        layers = tuple(map(offloaded.__getitem__, alike))
+    check_step(micro_batches, sum(count * _longest(layers[first]) for first, count in _counted(alike)))
     return LayoutCosts(
         work=work,
         layout=layout,
@@ -157,6 +156,22 @@ def priced(work: Workload, layout: Layout, groups: Groups, *, network: Link | No
         skips=skip_costs(work, layout),
         reduction_latency_ticks=_reduction_latency_ticks(work, layout, groups),
     )
+
+
+def _on_device(work: Workload, layout: Layout, groups: Groups, rows: Rows) -> Layers:
+    """Every layer's costs where nothing is offloaded. They are priced once for all layouts with the same communicators,
+    ZeRO stage and sequence chunks: those with other pipeline degrees, and on other parts of a cluster."""
+    key = ("layers", id(rows), groups, layout.zero_stage, layout.sequence_chunks)
+    if key not in work.spent:
+        alike, known = work.alike(rows), known_prices(work, groups, layout.sequence_chunks)
+        distinct: dict[int, dict[RecomputeMode, LayerCost]] = {}
+        for first, _ in _counted(alike):
+            plain = rows[first][modes_of(rows[first])[0]]
+            pricing = LayerPricing(work, layout, groups, work.profile.layers[first], plain, known)
+            distinct[first] = pricing.costs(rows[first])
+        work.spent[key] = tuple(map(distinct.__getitem__, alike))
+    found: Layers = work.spent[key]
+    return found
 
 
 def _longest(options: Mapping[RecomputeMode, LayerCost]) -> int:
@@ -175,7 +190,7 @@ def _counted(alike: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     return tuple(Counter(alike).items())
 
 
-def _rows(work: Workload, layout: Layout) -> tuple[dict[RecomputeMode, Measurement], ...]:
+def _rows(work: Workload, layout: Layout) -> Rows:
     degrees = (layout.tensor_parallel_degree, layout.context_parallel_degree, layout.expert_parallel_degree)
     found = work.sizes.get((layout.micro_batch_size, *degrees, layout.sequence_parallel))
     if found is None:

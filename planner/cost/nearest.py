@@ -7,6 +7,8 @@ sequence or experts, and what two ranks would that share out parameters.
 
 from __future__ import annotations
 
+import math
+
 from planner.cost.communication import Group
 from planner.cost.groups import Groups
 from planner.cost.held import Held
@@ -47,7 +49,26 @@ def exchanging_costs(work: Workload, split: Split, zero: ZeroStage, alike: int =
         zero: stage; where it exchanges for every micro-batch, what two ranks of one node would.
         alike: ranks with the same experts that share out their states, or more; 1: nothing is known of them.
     """
-    return _costs(work, split, _all_nearest(work, split, zero, alike), zero=zero)
+    layers = _costs(work, split, _all_nearest(work, split, zero, alike), zero=zero)
+    copies = work.constants.ring_copies
+    return layers if zero < 2 or copies <= 1 else _in_larger_rings(layers, copies)
+
+
+def _in_larger_rings(layers: Layers, copies: float) -> Layers:
+    """With what ZeRO exchanges at least where two ranks are not the fastest ring of a node: with x > 1 copies (L1), a
+    ring of n ranks moves its bytes 1 + (x - 1)/n times, so the more ranks, the less."""
+    kinds = {id(options): options for options in layers}
+    share = (copies - 1) / (copies + 1)
+    shorter = {key: {mode: _shorter(cost, share) for mode, cost in kinds[key].items()} for key in kinds}
+    return tuple(shorter[id(options)] for options in layers)
+
+
+def _shorter(cost: LayerCost, share: float) -> LayerCost:
+    """By that share of what ZeRO exchanges for a micro-batch, which may all be in its forward or in its backward."""
+    spared = math.ceil(share * cost.gather_ticks)
+    return cost._replace(
+        forward_ticks=max(0, cost.forward_ticks - spared), backward_ticks=max(0, cost.backward_ticks - spared)
+    )
 
 
 def stand_apart(work: Workload, split: Split) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from planner.cost import LayerCost, LayoutCosts, layout_costs, workload
+from planner.cost.workload import on_part
 from planner.errors import LayoutError, MismatchError, UnsupportedError
 from planner.search import plan
 from planner.spec import Cluster, Job, Layout, ModelProfile, NodeGroup, Plan
@@ -345,3 +346,15 @@ def test_prices_do_not_depend_on_what_was_priced_before() -> None:
         assert among.reduction_latency_ticks == alone.reduction_latency_ticks
         boundaries = range(layout.pipeline_parallel_degree - 1)
         assert [*map(among.transfers_behind, boundaries)] == [*map(alone.transfers_behind, boundaries)]
+
+
+def test_layers_are_priced_once_for_all_pipelines() -> None:
+    """On a part of a cluster too, as long as the same ranks exchange; other ZeRO stages have prices of their own."""
+    machines = cluster(8, nodes=4)
+    work = workload(profile(layer(parameters=1_000_000) * 4), machines, job(8))
+    half = on_part(work, machines.part({0: 2, 1: 2}))
+    four = layout_costs(work, Layout(data_parallel_degree=2, pipeline_parallel_degree=4))
+    two = layout_costs(half, Layout(data_parallel_degree=2, pipeline_parallel_degree=2))
+    shared = layout_costs(half, Layout(data_parallel_degree=2, pipeline_parallel_degree=2, zero_stage=1))
+    assert two.layers is four.layers
+    assert shared.layers[0]["none"].optimizer_bytes < two.layers[0]["none"].optimizer_bytes
