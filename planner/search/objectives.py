@@ -264,14 +264,14 @@ def _fewest(field: Field) -> Contest:
     for parts in by_devices if enough is None else by_devices[: enough + 1]:
         if field.is_over:
             break
-        winner = _first(field, [field.enter(part, ceiling) for part in parts])
+        winner = _first(field, [field.enter(part, ceiling, is_beaten=True) for part in parts])
         if winner is not None:
             return contest_of(field, winner, ticks_of(winner) if field.settled_below(winner) else 0, winner)
     if enough is not None:  # the time was over before all with fewer devices were excluded
-        winner = _first(field, [field.enter(part, ceiling) for part in by_devices[enough]])
+        winner = _first(field, [field.enter(part, ceiling, is_beaten=True) for part in by_devices[enough]])
         field.settled_below(winner or field.all[-1])
         return contest_of(field, winner, 0, field.all[-1])
-    largest = field.spoken_of(field.enter(every[-1], ceiling))
+    largest = field.with_all(field.spoken_of(field.with_all(field.enter(every[-1], ceiling))))
     ended = contest_of(field, None, 0, largest)
     return replace(ended, missed_seconds=_fastest_seconds(field, largest))
 
@@ -300,7 +300,7 @@ def _enough(field: Field, by_devices: Sequence[tuple[Part, ...]], ceiling: int) 
 
 def _finds(field: Field, parts: Sequence[Part], ceiling: int) -> bool:
     """Is there a plan on one of these parts?"""
-    for one in [field.enter(part, ceiling) for part in parts]:
+    for one in [field.enter(part, ceiling, is_beaten=True) for part in parts]:
         if one.state.best is None:
             dive(one.state)
         while one.state.is_open and one.state.best is None and field.take_up(one):

@@ -41,7 +41,8 @@ from planner.search.order_classes import ALIKE, CLASSES, PER_LAYER, SEARCHED, SP
 from planner.search.orders import MODES, schedules_of
 from planner.search.parts import Part
 from planner.search.split_bounds import PLENTY, Alike, Floats, Held, Mixed, Pipelines, Ticks
-from planner.spec.cluster import NodeGroup
+from planner.spec.cluster import Cluster, NodeGroup
+from planner.spec.devices import links_of
 from planner.spec.job import allows
 from planner.spec.layout import ZeroStage
 from planner.spec.profile import RecomputeMode
@@ -50,8 +51,8 @@ _LESS = 1 - 1e-9
 """For rounding of floating-point sums."""
 _STAGES: tuple[tuple[ZeroStage, int], ...] = ((0, 1), (2, 2), (3, 3))
 """ZeRO's, and how much it shares out: optimizer states (0 stands for 1, too), gradients, parameters."""
-
-
+_OF_NODE = {"name", "nodes", "devices_per_node", "host_memory_bytes"}
+"""Fields of a node group in which some devices of a node differ from it."""
 _ALIKE_NEAR: tuple[tuple[int, float], ...] = ((1, 1), (2, math.inf))
 _ALIKE_APART: tuple[tuple[int, float], ...] = ((1, 1), (2, 2), (3, 4), (5, math.inf))
 """Fewest and most ranks that share out the states of the same experts: more of them exchange more, and hold less."""
@@ -292,8 +293,10 @@ def _by_kinds(work: Workload, parts: Sequence[Part]) -> Iterator[tuple[list[Work
     found: dict[tuple[int, ...], list[int]] = {}
     for place, part in enumerate(parts):
         kinds = {_kind(group) for group in part.cluster.node_groups}
-        if kinds.issubset(known):  # else fewer devices of a node than it has, which other links may join
-            found.setdefault(tuple(at for at, kind in enumerate(known) if kind in kinds), []).append(place)
+        alone = [at for at, group in enumerate(work.cluster.node_groups) if _is_of_node(part.cluster, group)]
+        if kinds.issubset(known) or alone:  # else other links may join so few devices of a node
+            every = tuple(at for at, kind in enumerate(known) if kind in kinds)
+            found.setdefault(every or tuple(alone[:1]), []).append(place)
     for kinds_of_parts, places in found.items():
         yield [(work.groups or (work,))[at] for at in kinds_of_parts], np.array(places)
 
@@ -302,6 +305,16 @@ def _kind(group: NodeGroup) -> tuple[object, ...]:
     """What a node is."""
     device = group.device if isinstance(group.device, str) else group.device.model_dump_json()
     return device, group.devices_per_node, None if group.intra_node is None else group.intra_node.model_dump_json()
+
+
+def _is_of_node(part: Cluster, group: NodeGroup) -> bool:
+    """Are these some devices of one node of the group, which the same links join? Whatever ranks exchange there, they
+    exchange on one node of the group, too."""
+    mine = part.node_groups[0]
+    is_one = len(part.node_groups) == 1 and mine.nodes == 1 and mine.devices_per_node < group.devices_per_node
+    if not is_one or mine.model_dump(exclude=_OF_NODE) != group.model_dump(exclude=_OF_NODE):
+        return False
+    return mine.devices_per_node == 1 or links_of(mine)[0] == links_of(group)[0]
 
 
 def _families(works: Sequence[Workload], devices: Ticks) -> Iterator[_Found]:

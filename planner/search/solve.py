@@ -319,7 +319,10 @@ def _dealt_per_layer(state: State, one: Open, layout: DealtPerLayer) -> Iterator
     if not layout.sizes:
         ranks, traits = ranks_of(costs), layout_traits(costs)
         sizes = layers.dealt(ranks)
-        least = layers.least_ticks(sizes, ranks, traits, layout_held(costs), layout_first_gradients(costs))
+        numbers = sizes, ranks, traits, layout_held(costs)
+        least = layers.least_ticks(*numbers)
+        if least is not None and least < state.limit_ticks:
+            least = layers.least_ticks(*numbers, layout_first_gradients(costs))
         if least is not None:
             yield Open(max(one.bound_ticks, least), one.order, replace(layout, sizes=sizes))
         return

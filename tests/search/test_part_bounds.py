@@ -14,10 +14,11 @@ from planner.search.order_classes import SEARCHED, class_of
 from planner.search.orders import Order
 from planner.search.part_bounds import PartBounds
 from planner.search.parts import parts_of
-from planner.spec import Cluster, Job, ModelProfile, Plan
+from planner.spec import Cluster, Job, ModelProfile, NodeGroup, Plan
+from planner.spec.cluster import ScaleUp
 from planner.spec.layout import Layout
 from tests.brute_force import Priced
-from tests.builders import cluster, job, layer, link, profile, request
+from tests.builders import cluster, device, job, layer, link, profile, request
 from tests.search.test_brute_force import memory_of, tight_instances
 from tests.search.test_mixed import Case, cases
 from tests.strategies import Instance, instances
@@ -116,3 +117,23 @@ def test_parts_without_a_layout_are_bounded_by_infinity() -> None:
     model, machines = profile(layer() * 2), cluster(8, nodes=8, inter=link(1e9, 1e-5))
     ticks = PartBounds(workload(model, machines, job(3)), parts_of(machines)).least
     assert [devices for devices, each in enumerate(ticks, start=1) if math.isinf(each)] == [5, 7, 8]
+
+
+def test_some_devices_of_a_node_are_bounded_by_what_they_hold() -> None:
+    """Where what fits on no part of a node is known, none of these is entered."""
+    model, machines = profile(layer(parameters=1_000_000) * 4), cluster(8, nodes=2, memory_bytes=20_000_000)
+    parts = parts_of(machines)
+    bounds = PartBounds(workload(model, machines, job(64)), parts)
+    assert [part.devices for part in parts] == [1, 2, 3, 4, 8]
+    assert all(map(bounds.is_known, parts))
+    assert [math.isinf(ticks) for ticks in bounds.least] == [True, True, True, False, False]
+
+
+def test_devices_that_other_links_join_are_not_bounded_by_their_node() -> None:
+    """Pairs under a bridge, in a node of four over its host: two devices may be faster than the node tells."""
+    bridge = ScaleUp(topology="mesh", domain_devices=2, bandwidth_bytes_per_second=1e11, latency_seconds=1e-6)
+    pairs = device(scale_up=bridge, host_bandwidth_bytes_per_second=1e10)
+    machines = Cluster(node_groups=(NodeGroup(device=pairs, nodes=1, devices_per_node=4),))
+    parts = parts_of(machines)
+    bounds = PartBounds(workload(profile(layer() * 4), machines, job(64)), parts)
+    assert {part.devices: bounds.is_known(part) for part in parts} == {1: True, 2: False, 3: True, 4: True}
