@@ -12,6 +12,7 @@ Parameters, and what goes in, are cast. Beside them:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -26,6 +27,17 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
             parameter.data = parameter.data.to(dtype)
     cast_rest(model, dtype, buffers=not _is_transformers(model))
     return model
+
+
+def cast_inputs(inputs: Iterable[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """What goes into a model of this type: whole numbers stay."""
+    return tuple(each.to(dtype) if each.is_floating_point() else each for each in inputs)
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """The type of a model's parameters; torch's default where none is a floating-point number."""
+    kinds = (each.dtype for each in model.parameters() if each.is_floating_point())
+    return next(kinds, torch.get_default_dtype())
 
 
 def cast_rest(model: nn.Module, dtype: torch.dtype, *, buffers: bool) -> None:

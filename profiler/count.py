@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from planner.errors import DocumentError, UnsupportedError
 from planner.spec.profile import DataType, Measurement, ModelProfile, RecomputeMode
-from profiler.compute_type import cast
+from profiler.compute_type import cast, cast_inputs
 from profiler.cut import Borders, LayerCut, Size, TensorChain
 from profiler.cut_whole import same_numbers
 from profiler.expert_parallel import common_experts, experts_of
@@ -64,10 +64,7 @@ class Counter:
     @cached_property
     def representatives(self) -> dict[str, int]:
         """Index of the first layer of every kind."""
-        first: dict[str, int] = {}
-        for index, layer in enumerate(self.layers):
-            first.setdefault(layer.kind, index)
-        return first
+        return self.cut.first_of_kind()
 
     @cached_property
     def _hidden(self) -> frozenset[str]:
@@ -241,8 +238,7 @@ class Counter:
         return (torch.empty(output.shape, dtype=output.dtype, device="meta", requires_grad=output.requires_grad),)
 
     def _examples(self, micro_batch_size: int, sequence_length: int, device: str = "meta") -> tuple[Tensor, ...]:
-        inputs = self.source.example_inputs(micro_batch_size, sequence_length, device)
-        return tuple(each.to(self.dtype) if each.is_floating_point() else each for each in inputs)
+        return cast_inputs(self.source.example_inputs(micro_batch_size, sequence_length, device), self.dtype)
 
     def _borders(self, size: Size) -> Borders:
         if size not in self._known_borders:

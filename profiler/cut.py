@@ -190,6 +190,13 @@ class LayerCut:
         self._check(index, index + 1, {index: recompute})
         return self._recomputing(self.chain.layer(model, index), {index: recompute})
 
+    def first_of_kind(self) -> dict[str, int]:
+        """Index of the first layer of every kind."""
+        first: dict[str, int] = {}
+        for index, layer in enumerate(self.layers):
+            first.setdefault(layer.kind, index)
+        return first
+
     def parts(self, stage: nn.Module, index: int) -> dict[str, nn.Module]:
         """The modules of a stage that run layer `index`, in order, by names that are the same in every stage: hooks
         before the first see the layer start, hooks after the last see it end."""
@@ -435,6 +442,15 @@ def find_shared_parameters(model: nn.Module, layers: Iterable[CutLayer]) -> tupl
         if len(users) > 1:
             shared.append(shared_parameters(names, users, model.get_parameter(names[0])))
     return tuple(shared)
+
+
+def tied_modules(models: Iterable[nn.Module]) -> set[str]:
+    """Modules that share a parameter, within a model or between them."""
+    users: dict[int, list[str]] = {}
+    for model in models:
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            users.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+    return {name for names in users.values() if len(names) > 1 for name in names}
 
 
 def shared_parameters(names: Iterable[str], users: Iterable[str], parameter: nn.Parameter) -> SharedParameters:

@@ -14,7 +14,7 @@ for every micro-batch size, sequence length and type that the stage meets.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
@@ -26,9 +26,9 @@ from torch.utils._pytree import tree_flatten
 
 from planner.errors import LayoutError, UnsupportedError
 from planner.spec.profile import SharedParameters, SkipEdge
-from profiler.compute_type import cast
+from profiler.compute_type import cast, cast_inputs, dtype_of
 from profiler.cut import Borders, CutLayer, InputMaker, LayerCut, Size, Tensors, shared_parameters
-from profiler.cut_layers import Flow, Run, find_atoms, find_runs, matching, named_atoms
+from profiler.cut_layers import Flow, Run, find_atoms, find_runs, lineage, matching, named_atoms
 from profiler.cut_prune import aliases, has_children, prune
 from profiler.cut_stage import GraphStage
 from profiler.cut_trace import Attribute, Shape, Step, Trace, UntraceableError, Value, trace
@@ -125,8 +125,7 @@ class Tracer:
     @property
     def dtype(self) -> torch.dtype:
         """Type of the model as it was given."""
-        kinds = [each.dtype for each in self.model.parameters() if each.is_floating_point()]
-        return kinds[0] if kinds else torch.get_default_dtype()
+        return dtype_of(self.model)
 
     def flow(self, size: Size, dtype: torch.dtype | None = None) -> Flow:
         """The traced run at this size and type.
@@ -151,7 +150,7 @@ class Tracer:
             parts = {name: model.get_submodule(name) for name in _outermost((*atoms, *self._opaque))}
             try:
                 with meta_friendly():
-                    return trace(model, _cast(self.inputs(*size), dtype), self.keywords, parts, settled=settled)
+                    return trace(model, cast_inputs(self.inputs(*size), dtype), self.keywords, parts, settled=settled)
             except UntraceableError as error:
                 if not error.scope or error.scope in parts:
                     raise _refusal(self.model, error.scope, error.reason) from error
@@ -168,20 +167,11 @@ class Tracer:
 def _outermost(names: Iterable[str]) -> list[str]:
     """The modules that stand below no other one of them."""
     known = set(names)
-    return [name for name in dict.fromkeys(names) if not any(parent in known for parent in _parents(name))]
-
-
-def _parents(name: str) -> Iterator[str]:
-    while name := name.rpartition(".")[0]:
-        yield name
+    return [name for name in dict.fromkeys(names) if known.isdisjoint(list(lineage(name))[1:])]
 
 
 def _parameters(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_parameters(remove_duplicate=False)]
-
-
-def _cast(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    return tuple(each.to(dtype) if each.is_floating_point() else each for each in tensors)
 
 
 def _title(step: Step) -> tuple[Any, str]:
@@ -268,8 +258,7 @@ class GraphChain:
 
     def borders(self, model: nn.Module, inputs: InputMaker, size: Size) -> Borders:
         """By the traced run at this size, in the type of the given model."""
-        kinds = [each.dtype for each in model.parameters() if each.is_floating_point()]
-        flow = self.tracer.flow(size, kinds[0] if kinds else None)
+        flow = self.tracer.flow(size, dtype_of(model))
         count = len(self.runs)
 
         def on_meta(values: Iterable[int], make: Callable[[Shape], Tensor]) -> Tensors:
@@ -290,16 +279,14 @@ class GraphChain:
 
     def readers(self, index: int, place: int) -> list[tuple[int, int]]:
         """(layer, place among what it takes) of all layers that read this tensor of what layer `index` makes."""
-        flow = self.reference
-        value = self.runs[index].makes(flow)[place]
-        taken = [(at, run.takes(flow)) for at, run in enumerate(self.runs)]
-        return [(at, values.index(value)) for at, values in taken if value in values]
+        return self._takers(self.runs[index].makes(self.reference)[place], 0)
 
     def later_takers(self, index: int, place: int) -> list[tuple[int, int]]:
         """(layer, place among what it takes) of all layers behind `index` that take this tensor of what it takes."""
-        flow = self.reference
-        value = self.runs[index].takes(flow)[place]
-        taken = [(at, run.takes(flow)) for at, run in enumerate(self.runs) if at > index]
+        return self._takers(self.runs[index].takes(self.reference)[place], index + 1)
+
+    def _takers(self, value: int, first: int) -> list[tuple[int, int]]:
+        taken = [(at, self.runs[at].takes(self.reference)) for at in range(first, len(self.runs))]
         return [(at, values.index(value)) for at, values in taken if value in values]
 
     def edges(self, sequence_length: int, dtype: torch.dtype) -> tuple[SkipEdge, ...]:

@@ -27,6 +27,7 @@ from itertools import pairwise
 from torch import nn
 
 from planner.errors import UnknownNameError
+from profiler.cut_prune import has_children
 from profiler.cut_trace import Step, Trace, is_constant
 
 FEWEST_LAYERS = 4
@@ -102,8 +103,7 @@ def find_atoms(model: nn.Module, fine: Trace) -> dict[str, nn.Module]:
         able = [
             name
             for name in weighty
-            if next(atoms[name].children(), None) is not None
-            and (isinstance(atoms[name], nn.Sequential) or len(weighty) == 1)
+            if has_children(atoms[name]) and (isinstance(atoms[name], nn.Sequential) or len(weighty) == 1)
         ]
         if not able:
             return atoms
@@ -119,7 +119,7 @@ class _Tree:
 
     def atoms(self, opened: Iterable[str]) -> dict[str, nn.Module]:
         """Called modules without a list of blocks below them, in no module that is one of them."""
-        open_names = {name for each in (*self.lists, *opened) for name in _lineage(each)}
+        open_names = {name for each in (*self.lists, *opened) for name in lineage(each)}
         found: dict[str, nn.Module] = {}
         self._collect("", self.model, open_names, found)
         return found
@@ -141,7 +141,7 @@ class _Tree:
     def _is(self, name: str) -> bool:
         """Rule (L1)."""
         module = self.model.get_submodule(name) if name else self.model
-        blocks = [part for part in module.children() if next(part.children(), None) is not None]
+        blocks = [part for part in module.children() if has_children(part)]
         classes = [type(part) for part in blocks]
         if all(classes.count(each) < 2 for each in classes):
             return False
@@ -177,7 +177,7 @@ def is_below(path: str, name: str) -> bool:
     return not name or path == name or path.startswith(f"{name}.")
 
 
-def _lineage(name: str) -> Iterator[str]:
+def lineage(name: str) -> Iterator[str]:
     """The name and those of all modules around it."""
     while name:
         yield name
@@ -202,7 +202,7 @@ def named_atoms(model: nn.Module, fine: Trace, names: Sequence[str]) -> dict[str
         UnknownNameError: a name that no called module of the model has.
     """
     starts = matching(names, fine.called)
-    opened = {parent for start in starts for parent in list(_lineage(start))[1:]}
+    opened = {parent for start in starts for parent in list(lineage(start))[1:]}
     tree = _Tree(model, fine)
     found: dict[str, nn.Module] = {}
     tree._collect("", model, opened, found)
@@ -339,7 +339,7 @@ def _named_groups(calls: list[Call], starts: Collection[str]) -> Iterator[list[C
 
 def _groups(model: nn.Module, calls: list[Call], atoms: Mapping[str, nn.Module]) -> Iterator[list[Call]]:
     """Rule (L4)."""
-    has_blocks = any(_is_block(atoms[name]) for _, name in calls)
+    has_blocks = any(has_children(atoms[name]) for _, name in calls)
     group: list[Call] = []
     key = ""
     for call in calls:
@@ -347,7 +347,7 @@ def _groups(model: nn.Module, calls: list[Call], atoms: Mapping[str, nn.Module])
         element = _element(model, call[1])
         repeated = any(name == call[1] for _, name in group)
         if has_blocks:
-            new_key = element or (call[1] if _is_block(module) else "")
+            new_key = element or (call[1] if has_children(module) else "")
             starts = new_key != key or (bool(new_key) and repeated)
         else:
             new_key, starts = "", _has_matrix(module) and any(_has_matrix(atoms[name]) for _, name in group)
@@ -360,15 +360,11 @@ def _groups(model: nn.Module, calls: list[Call], atoms: Mapping[str, nn.Module])
         yield group
 
 
-def _is_block(module: nn.Module) -> bool:
-    return next(module.children(), None) is not None
-
-
 def _element(model: nn.Module, name: str) -> str:
     """The element of a list that holds several modules which are called one by one, such as (attention, feed-forward);
     empty for other modules."""
     found = ""
-    for parent in list(_lineage(name))[1:]:
+    for parent in list(lineage(name))[1:]:
         above = parent.rpartition(".")[0]
         if isinstance(model.get_submodule(parent), CONTAINERS) and above:
             found = parent if isinstance(model.get_submodule(above), CONTAINERS) else found

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from planner.errors import UnsupportedError
 from planner.spec.profile import SkipEdge
-from profiler.compute_type import cast
+from profiler.compute_type import cast, cast_inputs, dtype_of
 from profiler.cut import Borders, CutLayer, InputMaker, LayerCut, RealModel, Size, Tensors, detachable
 from profiler.cut_trace import output_tensors
 from profiler.transformer_cut import meta_friendly
@@ -81,8 +81,7 @@ class WholeChain:
         """One run of the model, or of the real one in the same type."""
         given = inputs(*size)
         if self.real is not None:
-            kinds = [each.dtype for each in model.parameters() if each.is_floating_point()]
-            output = _run_really(self.real, self.keywords, size, kinds[0] if kinds else torch.get_default_dtype())
+            output = _run_really(self.real, self.keywords, size, dtype_of(model))
         else:
             with meta_friendly():
                 output = _run(model, self.keywords, given)
@@ -113,8 +112,7 @@ def _run_really(real: RealModel, keywords: tuple[str, ...], size: Size, dtype: t
     """What the real model returns at this size, on meta."""
     with same_numbers():
         model = cast(real.build(), dtype)
-        given = tuple(each.to(dtype) if each.is_floating_point() else each for each in real.inputs(*size))
-        output = _run(model, keywords, given)
+        output = _run(model, keywords, cast_inputs(real.inputs(*size), dtype))
     return tuple(
         torch.empty(each.shape, dtype=each.dtype, device="meta", requires_grad=each.requires_grad) for each in output
     )

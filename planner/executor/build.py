@@ -26,7 +26,7 @@ from planner.executor.replicas import GradientReducer, Reducer
 from planner.executor.runtime import Loss, PipelineRuntime
 from planner.executor.scaling import LossScaler, scaler_for
 from planner.executor.sequence_parallel import read_once, sequence_plan, share_sequence
-from planner.executor.sharding import is_split, is_split_by_rows, shard_tensors, tied_modules
+from planner.executor.sharding import is_split, is_split_by_rows, shard_tensors
 from planner.executor.shares import share_of
 from planner.executor.stages import Boundaries, Boundary, TimedStage
 from planner.executor.streams import RandomStreams
@@ -37,7 +37,7 @@ from planner.spec.plan import Plan, PlannedLayer
 from planner.spec.profile import RecomputeMode, SharedParameters
 from profiler import tensor_parallel
 from profiler.compute_type import cast_rest
-from profiler.cut import LayerCut
+from profiler.cut import LayerCut, tied_modules
 from profiler.float8 import float8_modules, run_in_float8
 from profiler.models import ModelSource
 from profiler.parameters import hidden_matrices
@@ -237,7 +237,7 @@ def _shard(
 ) -> tuple[nn.Parameter, ...]:
     """Shard the stages over the tensor- and expert-parallel groups, and let what is left multiply in fp8 where the job
     says so; returns parameters whose gradients are partial sums over the tensor-parallel group."""
-    whole = tied_modules(stages.values())
+    whole = tied_modules(stages.values())  # sharding one of them would tear them apart
     partial: list[nn.Parameter] = []
     for layers, stage in stages.items():
         in_float8 = float8_modules(stage, source, mesh.grid.tensor) if plan.request.job.precision == "fp8" else ()

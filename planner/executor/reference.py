@@ -32,7 +32,7 @@ from planner.executor.weights import Weights
 from planner.spec.document import read
 from planner.spec.job import Job
 from planner.spec.plan import Plan
-from profiler.compute_type import cast_rest
+from profiler.compute_type import cast_inputs, cast_rest
 from profiler.float8 import float8_modules, run_in_float8
 from profiler.models import ModelSource, load_model
 from profiler.parameters import hidden_matrices
@@ -103,7 +103,7 @@ def _whole_model(source: ModelSource, device: torch.device, seed: int, weights: 
 
 
 def _forward(model: nn.Module, loss: Loss, dtype: torch.dtype, inputs: Inputs, targets: torch.Tensor) -> torch.Tensor:
-    return loss(model(*(each.to(dtype) if each.is_floating_point() else each for each in inputs)), targets)
+    return loss(model(*cast_inputs(inputs, dtype)), targets)
 
 
 def _accumulate(

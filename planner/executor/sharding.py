@@ -5,7 +5,7 @@ Source of the column and row pattern: Shoeybi et al. 2019, "Megatron-LM", sectio
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
@@ -36,7 +36,7 @@ def shard_tensors(
 
     Args:
         plan: style by qualified module name (`profiler.tensor_parallel.split_modules`).
-        whole: modules that stay as they are (`tied_modules`).
+        whole: modules that stay as they are (`profiler.cut.tied_modules`).
         sequence: where a sequence-parallel stage is entered and left (`planner.executor.sequence_parallel`).
 
     Returns:
@@ -67,15 +67,6 @@ def shard_tensors(
             chosen = scattered_rows() if name in left else styles[style]
             parallelize_module(module, mesh.tensor_mesh, chosen, src_data_rank=None)
     return tuple(partial)
-
-
-def tied_modules(stages: Iterable[nn.Module]) -> set[str]:
-    """Modules that share a parameter within a rank: sharding one would tear them apart, so they stay whole."""
-    users: dict[int, list[str]] = {}
-    for stage in stages:
-        for name, parameter in stage.named_parameters(remove_duplicate=False):
-            users.setdefault(id(parameter), []).append(name.rpartition(".")[0])
-    return {name for names in users.values() if len(names) > 1 for name in names}
 
 
 def placed_as(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
