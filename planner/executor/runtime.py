@@ -125,30 +125,12 @@ class PipelineRuntime(_PipelineScheduleRuntime):
                 Split along dimension 0 into micro-batches, and these along dimension 1 into pieces of sequences.
             targets: likewise, on the last stage.
         """
-        losses: list[torch.Tensor] = []
         for stage in self._stages:
             stage.has_backward = True
             stage.clear_runtime_states()
-        self._step_microbatches(
-            split_inputs(inputs, self._pieces, self._micro_batches) if inputs else None,
-            target_mbs=None if targets is None else split_targets(targets, self._pieces, self._micro_batches),
-            losses=losses,
-        )
-        if not losses:
-            return torch.zeros((), device=self._stages[0].device)
-        return torch.stack(losses).sum()
-
-    def _step_microbatches(
-        self,
-        arg_mbs: list[Any] | None = None,
-        kwarg_mbs: list[Any] | None = None,
-        target_mbs: list[Any] | None = None,
-        losses: list[torch.Tensor] | None = None,
-        return_outputs: bool = False,
-        loss_kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        self._arguments, keywords = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
-        self._targets = target_mbs or []
+        given = split_inputs(inputs, self._pieces, self._micro_batches) if inputs else None
+        self._targets = [] if targets is None else split_targets(targets, self._pieces, self._micro_batches)
+        self._arguments, keywords = self._check_inputs(given, target_mbs=self._targets or None)
         self._losses: dict[int, torch.Tensor] = {}
         self._initialize_stages(self._arguments[0], keywords[0], self._targets[0] if self._targets else None)
         self.backward_counter: Counter[int] = Counter()
@@ -158,8 +140,9 @@ class PipelineRuntime(_PipelineScheduleRuntime):
             self._performers[action.computation_type](stage, action.microbatch_index or 0)
         self._finish()
         self.doing = None
-        if losses is not None:
-            losses[:] = (self._losses[index] for index in sorted(self._losses))
+        if not self._losses:
+            return torch.zeros((), device=self._stages[0].device)
+        return torch.stack([self._losses[index] for index in sorted(self._losses)]).sum()
 
     def _receive_forward(self, stage: TimedStage, micro_batch: int) -> None:
         self.fwd_recv_ops[stage.stage_index, micro_batch] = _batch_p2p(stage.get_fwd_recv_ops(micro_batch))
