@@ -77,21 +77,13 @@ _library.impl("attention_backward", _attention_backward, "Meta")  # type: ignore
 torch.library.register_autograd("planner::attention", _backward, setup_context=_keep, lib=_library)
 
 
-@register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)
-def _cpu_forward_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
-
-
-@register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward)
-def _cpu_backward_flops(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(gradient, query, key, value))  # type: ignore[no-untyped-call]
-
-
-@register_flop_formula(torch.ops.planner.attention)
+@register_flop_formula([torch.ops.planner.attention, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu])
 def _forward_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
     return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
 
 
-@register_flop_formula(torch.ops.planner.attention_backward)
+@register_flop_formula(
+    [torch.ops.planner.attention_backward, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward]
+)
 def _backward_flops(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
     return int(sdpa_backward_flop_count(gradient, query, key, value))  # type: ignore[no-untyped-call]

@@ -7,6 +7,7 @@ chunk and a cat, before a reduce-scatter and after an all-gather. Selective reco
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,64 +54,34 @@ def _part(whole: Tensor, parts: int, dimension: int) -> Tensor:
     return whole.chunk(parts, dimension)[0].clone()
 
 
-class Enter(torch.autograd.Function):
-    """A part to the whole tensor; the backward sums and scatters the gradients."""
-
-    @staticmethod
-    def forward(context: Any, part: Tensor, parts: int, dimension: int) -> Tensor:
-        """(..., n / parts, ...) -> (..., n, ...)."""
-        context.arguments = parts, dimension
-        return _gathered(part, parts, dimension)
-
-    @staticmethod
-    def backward(context: Any, *gradients: Any) -> tuple[Tensor, None, None]:
-        """(..., n, ...) -> (..., n / parts, ...)."""
-        return _scattered(gradients[0], *context.arguments), None, None
+Move = Callable[[Tensor, int, int], Tensor]
+"""(tensor, parts, dimension) -> the tensor that a rank has afterwards."""
 
 
-class Leave(torch.autograd.Function):
-    """Partial sums to this rank's part of the sum; the backward gathers the gradients."""
+def _there_and_back(there: Move, back: Move) -> Any:
+    """A `torch.autograd.Function` of (tensor, parts, dimension): moves the tensor there, and its gradient back."""
 
-    @staticmethod
-    def forward(context: Any, whole: Tensor, parts: int, dimension: int) -> Tensor:
-        """(..., n, ...) -> (..., n / parts, ...)."""
-        context.arguments = parts, dimension
-        return _scattered(whole, parts, dimension)
+    class ThereAndBack(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, tensor: Tensor, parts: int, dimension: int) -> Tensor:
+            context.arguments = parts, dimension
+            return there(tensor, parts, dimension)
 
-    @staticmethod
-    def backward(context: Any, *gradients: Any) -> tuple[Tensor, None, None]:
-        """(..., n / parts, ...) -> (..., n, ...)."""
-        return _gathered(gradients[0], *context.arguments), None, None
+        @staticmethod
+        def backward(context: Any, *gradients: Any) -> tuple[Tensor, None, None]:
+            return back(gradients[0], *context.arguments), None, None
 
-
-class Gather(torch.autograd.Function):
-    """A part to the whole tensor, with which all ranks do the same; the backward keeps this rank's part."""
-
-    @staticmethod
-    def forward(context: Any, part: Tensor, parts: int, dimension: int) -> Tensor:
-        """(..., n / parts, ...) -> (..., n, ...)."""
-        context.arguments = parts, dimension
-        return _gathered(part, parts, dimension)
-
-    @staticmethod
-    def backward(context: Any, *gradients: Any) -> tuple[Tensor, None, None]:
-        """(..., n, ...) -> (..., n / parts, ...)."""
-        return _part(gradients[0], *context.arguments), None, None
+    return ThereAndBack
 
 
-class Take(torch.autograd.Function):
-    """The whole tensor, the same on all ranks, to this rank's part; the backward gathers the gradients."""
-
-    @staticmethod
-    def forward(context: Any, whole: Tensor, parts: int, dimension: int) -> Tensor:
-        """(..., n, ...) -> (..., n / parts, ...)."""
-        context.arguments = parts, dimension
-        return _part(whole, parts, dimension)
-
-    @staticmethod
-    def backward(context: Any, *gradients: Any) -> tuple[Tensor, None, None]:
-        """(..., n / parts, ...) -> (..., n, ...)."""
-        return _gathered(gradients[0], *context.arguments), None, None
+Enter = _there_and_back(_gathered, _scattered)
+"""A part to the whole tensor; the backward sums and scatters the gradients."""
+Leave = _there_and_back(_scattered, _gathered)
+"""Partial sums to this rank's part of the sum; the backward gathers the gradients."""
+Gather = _there_and_back(_gathered, _part)
+"""A part to the whole tensor, with which all ranks do the same; the backward keeps this rank's part."""
+Take = _there_and_back(_part, _gathered)
+"""The whole tensor, the same on all ranks, to this rank's part; the backward gathers the gradients."""
 
 
 class Exchange(torch.autograd.Function):

@@ -15,18 +15,10 @@ def signature(module: nn.Module) -> tuple[Any, ...]:
     """All that decides what a module costs: classes, settings and shapes of everything below it, and what is frozen."""
     rows = []
     for name, part in module.named_modules():
-        named = (*_parameters(part), *_buffers(part))
+        named = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
         shapes = tuple((key, tuple(value.shape), value.requires_grad) for key, value in named)
         rows.append((name, type(part).__qualname__, part.extra_repr(), shapes, tuple(_settings(part))))
     return tuple(rows)
-
-
-def _parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return module.named_parameters(recurse=False)
-
-
-def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return module.named_buffers(recurse=False)
 
 
 def _settings(module: nn.Module) -> Iterator[tuple[str, str]]:

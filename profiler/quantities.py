@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -134,9 +135,6 @@ def rows_of(counts: Iterable[tuple[tuple[int, int, Split], LayerCount]]) -> tupl
 
 def _operations(kernels: Iterable[Kernel]) -> tuple[Operation, ...]:
     """Equal kernels merged, in order of first appearance."""
-    counts: dict[Kernel, int] = {}
-    for kernel in kernels:
-        counts[kernel] = counts.get(kernel, 0) + 1
     return tuple(
         Operation(
             kind=each.kind,
@@ -150,18 +148,15 @@ def _operations(kernels: Iterable[Kernel]) -> tuple[Operation, ...]:
             is_linear=each.is_linear,
             gradients=each.gradients,
         )
-        for each, count in counts.items()
+        for each, count in Counter(kernels).items()
     )
 
 
 def _collectives(exchanges: tuple[Exchange, ...]) -> tuple[Collective, ...]:
     """Equal exchanges merged, in order of first appearance."""
-    counts: dict[Exchange, int] = {}
-    for exchange in exchanges:
-        counts[exchange] = counts.get(exchange, 0) + 1
     return tuple(
         Collective(group=each.group, phase=each.phase, operation=each.operation, bytes=each.bytes, count=count)
-        for each, count in counts.items()
+        for each, count in Counter(exchanges).items()
     )
 
 

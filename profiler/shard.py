@@ -176,7 +176,7 @@ class _DerivedRanks:
         """See `profiler.split_tensor.Ranks`."""
         if self.sequence:
             self.exchanges.add_both("reduce_scatter", "all_gather", partial)
-            part: Tensor = collectives.Leave.apply(partial, self.ranks, DIMENSION)  # type: ignore[no-untyped-call]
+            part: Tensor = collectives.Leave.apply(partial, self.ranks, DIMENSION)
             return part
         self.exchanges.add("forward", "all_reduce", partial)
         return partial
@@ -196,7 +196,7 @@ class _DerivedRanks:
 
     def gather(self, part: Tensor) -> Tensor:
         """See `profiler.split_tensor.Ranks`."""
-        whole: Tensor = collectives.Gather.apply(part, self.ranks, -1)  # type: ignore[no-untyped-call]
+        whole: Tensor = collectives.Gather.apply(part, self.ranks, -1)
         self.exchanges.add("forward", "all_gather", whole)
         return whole
 
@@ -232,7 +232,7 @@ def _share_context(layer: nn.Module, ranks: int, exchanges: Exchanges, *, parts:
     from profiler.sequence import KeyValues, Pieces
 
     def gather(part: Tensor) -> Tensor:
-        whole: Tensor = collectives.Enter.apply(part, ranks, -2)  # type: ignore[no-untyped-call]
+        whole: Tensor = collectives.Enter.apply(part, ranks, -2)
         exchanges.add("forward", "all_gather", whole, "context")
         if whole.requires_grad:
             exchanges.add("backward", "reduce_scatter", whole, "context")
@@ -279,14 +279,14 @@ class _UniformRanks:
 
     def gather(self, part: Tensor) -> Tensor:
         """See `profiler.expert_parallel.TensorRanks`."""
-        whole: Tensor = collectives.Enter.apply(part, self.ranks, 0)  # type: ignore[no-untyped-call]
+        whole: Tensor = collectives.Enter.apply(part, self.ranks, 0)
         self.exchanges.add_both("all_gather", "reduce_scatter", whole)
         return whole
 
     def scatter(self, whole: Tensor) -> Tensor:
         """See `profiler.expert_parallel.TensorRanks`."""
         self.exchanges.add_both("reduce_scatter", "all_gather", whole)
-        part: Tensor = collectives.Leave.apply(whole, self.ranks, 0)  # type: ignore[no-untyped-call]
+        part: Tensor = collectives.Leave.apply(whole, self.ranks, 0)
         return part
 
     def places(self, mask: Tensor) -> Tensor:
@@ -314,22 +314,22 @@ def _share_sequence(
     """Put the exchanges of sequence parallelism where they belong."""
 
     def enter(part: Tensor) -> Tensor:
-        whole: Tensor = collectives.Enter.apply(part, degree, DIMENSION)  # type: ignore[no-untyped-call]
+        whole: Tensor = collectives.Enter.apply(part, degree, DIMENSION)
         exchanges.add_both("all_gather", "reduce_scatter", whole)
         return whole
 
     def leave(module: nn.Module, arguments: Any, whole: Tensor) -> Tensor:
         exchanges.add_both("reduce_scatter", "all_gather", whole)
-        part: Tensor = collectives.Leave.apply(whole, degree, DIMENSION)  # type: ignore[no-untyped-call]
+        part: Tensor = collectives.Leave.apply(whole, degree, DIMENSION)
         return part
 
     def split(whole: Tensor) -> Tensor:
         exchanges.add_both(None, "all_gather", whole)
-        part: Tensor = collectives.Take.apply(whole, degree, DIMENSION)  # type: ignore[no-untyped-call]
+        part: Tensor = collectives.Take.apply(whole, degree, DIMENSION)
         return part
 
     def gather(part: Tensor) -> Tensor:
-        whole: Tensor = collectives.Gather.apply(part, degree, DIMENSION)  # type: ignore[no-untyped-call]
+        whole: Tensor = collectives.Gather.apply(part, degree, DIMENSION)
         exchanges.add_both("all_gather", None, whole)
         return whole
 
