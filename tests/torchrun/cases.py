@@ -362,22 +362,34 @@ def _whole(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return whole
 
 
-def main() -> None:
-    """Run the cases of this world size; rank 0 writes their differences to the file that is named."""
+def on_ranks(results_of: Callable[[list[str], Path], dict[str, Any]]) -> None:
+    """Run cases on every rank of a launch; rank 0 writes what they gave to the file that is named.
+
+    Args:
+        results_of: (names of the chosen cases, none for all; folder for their files) -> results.
+    """
     torch.set_num_threads(1)
-    replicas.BUCKET_BYTES = 8192  # several buckets even for tiny models
     share_groups()
     dist.init_process_group("gloo")
+    output = Path(sys.argv[1])
+    results = results_of(sys.argv[2:], output.parent)
+    if dist.get_rank() == 0:
+        output.write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+def _results(chosen: list[str], folder: Path) -> dict[str, Any]:
     from tests.torchrun import piece_cases  # which takes `Case` from here
 
     cases = CASES[dist.get_world_size()] | piece_cases.CASES[dist.get_world_size()]
-    chosen = sys.argv[2:] or list(cases)
-    results = {name: run(cases[name]) for name in chosen}
-    if dist.get_world_size() == 4:
-        results["overflow"] = run_overflow()
-    if dist.get_rank() == 0:
-        Path(sys.argv[1]).write_text(json.dumps(results))
-    dist.destroy_process_group()
+    results = {name: run(cases[name]) for name in chosen or cases}
+    return results | ({"overflow": run_overflow()} if dist.get_world_size() == 4 else {})
+
+
+def main() -> None:
+    """Run the cases of this world size, and tell their differences."""
+    replicas.BUCKET_BYTES = 8192  # several buckets even for tiny models
+    on_ranks(_results)
 
 
 if __name__ == "__main__":

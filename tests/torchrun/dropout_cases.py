@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from planner.executor import Executor
 from profiler.models import ModelSource, load_model
 from tests.executor.plans import BERT, GPT2, LLAMA, MIXTRAL, OPT, T5_SPLIT, make_plan
-from tests.torchrun.cases import share_groups
+from tests.torchrun.cases import on_ranks
 
 STEPS = 3
 MODELS: dict[str, dict[str, Any]] = {
@@ -90,17 +89,15 @@ class _Spread:
             self.largest = max(self.largest, float((both[0] - both[1]).abs().max()))
 
 
-def main() -> None:
-    """Run all cases; rank 0 writes what they found to the file that is named."""
-    torch.set_num_threads(1)
-    share_groups()
-    dist.init_process_group("gloo")
-    results = {case: run(case) for case in sys.argv[2:] or CASES}
+def _results(chosen: list[str], folder: Path) -> dict[str, Any]:
+    results = {case: run(case) for case in chosen or CASES}
     again = {1: "full", 2: "selective"}
-    results |= {f"{case}-recompute": run(case, recompute=again) for case in RECOMPUTED if case in results}
-    if dist.get_rank() == 0:
-        Path(sys.argv[1]).write_text(json.dumps(results))
-    dist.destroy_process_group()
+    return results | {f"{case}-recompute": run(case, recompute=again) for case in RECOMPUTED if case in results}
+
+
+def main() -> None:
+    """Run all cases."""
+    on_ranks(_results)
 
 
 if __name__ == "__main__":

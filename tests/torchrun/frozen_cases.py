@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from tests.torchrun.cases import IN_A_V, Case, run, share_groups
+from tests.torchrun.cases import IN_A_V, Case, on_ranks, run
 from tests.torchrun.resume_cases import Runs
 
 FAST: dict[str, Any] = {"steps": 2, "learning_rate": 0.2}
@@ -70,17 +65,14 @@ def resumed(folder: Path) -> dict[str, Any]:
     return {"straight": straight.losses, "losses": losses}
 
 
-def main() -> None:
-    """Run all cases; rank 0 writes their differences to the file that is named."""
-    torch.set_num_threads(1)
-    share_groups()
-    dist.init_process_group("gloo")
+def _results(chosen: list[str], folder: Path) -> dict[str, Any]:
     cases = {**CASES, **HALF}
-    results = {name: run(cases[name]) for name in sys.argv[2:] or cases}
-    results["resumed"] = resumed(Path(sys.argv[1]).parent)
-    if dist.get_rank() == 0:
-        Path(sys.argv[1]).write_text(json.dumps(results))
-    dist.destroy_process_group()
+    return {**{name: run(cases[name]) for name in chosen or cases}, "resumed": resumed(folder)}
+
+
+def main() -> None:
+    """Run all cases, and tell their differences."""
+    on_ranks(_results)
 
 
 if __name__ == "__main__":

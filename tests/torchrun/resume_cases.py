@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from planner.executor.settings import CheckpointPolicy
 from planner.spec import MeasuredRun, Plan
 from profiler.models import ModelSource
 from tests.executor.plans import make_plan
-from tests.torchrun.cases import share_groups, source_of_case
+from tests.torchrun.cases import on_ranks, source_of_case
 
 HALF, WHOLE = 5, 10
 SETTINGS: dict[str, Any] = {"seed": 3, "device": "cpu", "timeout_seconds": 60, "max_gradient_norm": 0.5}
@@ -228,25 +227,21 @@ def scaled_losses(folder: Path) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    """Run all; rank 0 writes the results."""
-    torch.set_num_threads(1)
-    share_groups()
-    dist.init_process_group("gloo")
-    output = Path(sys.argv[1])
-    results = {
-        "other_layouts": other_layouts(output.parent / "layouts"),
-        "sharded": sharded(output.parent / "sharded"),
-        "eight_bit": eight_bit(output.parent / "eight"),
-        "experts": experts(output.parent / "experts"),
-        "packed": packed(output.parent / "packed"),
-        "scaled_losses": scaled_losses(output.parent / "scaled"),
+def _results(chosen: list[str], folder: Path) -> dict[str, Any]:
+    return {
+        "other_layouts": other_layouts(folder / "layouts"),
+        "sharded": sharded(folder / "sharded"),
+        "eight_bit": eight_bit(folder / "eight"),
+        "experts": experts(folder / "experts"),
+        "packed": packed(folder / "packed"),
+        "scaled_losses": scaled_losses(folder / "scaled"),
     }
-    if dist.get_rank() == 0:
-        output.write_text(json.dumps(results))
-    dist.destroy_process_group()
-    return 0
+
+
+def main() -> None:
+    """Run all."""
+    on_ranks(_results)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

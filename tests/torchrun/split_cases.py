@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from planner.executor import replicas
 from tests.torchrun import derived_cases
-from tests.torchrun.cases import ONE_STEP, SHORT, Case, run, share_groups
+from tests.torchrun.cases import ONE_STEP, SHORT, Case, on_ranks, run
 
 SHARED: dict[str, Any] = {"tensor": 2, "sequence_parallel": True}
 SGD: dict[str, Any] = {"optimizer": "sgd"}
@@ -132,17 +129,15 @@ CASES = {2: TWO_RANKS | derived_cases.TWO_RANKS, 4: FOUR_RANKS | derived_cases.F
 IN_FLOAT8 = {2: FLOAT8_ON_TWO_RANKS, 4: FLOAT8_ON_FOUR_RANKS}
 
 
-def main() -> None:
-    """Run the cases of this world size; rank 0 writes their differences to the file that is named."""
-    torch.set_num_threads(1)
-    replicas.BUCKET_BYTES = 8192  # several buckets even for tiny models
-    share_groups()
-    dist.init_process_group("gloo")
+def _results(chosen: list[str], folder: Path) -> dict[str, Any]:
     cases = CASES[dist.get_world_size()] | IN_FLOAT8[dist.get_world_size()]
-    results = {name: run(cases[name]) for name in sys.argv[2:] or cases}
-    if dist.get_rank() == 0:
-        Path(sys.argv[1]).write_text(json.dumps(results))
-    dist.destroy_process_group()
+    return {name: run(cases[name]) for name in chosen or cases}
+
+
+def main() -> None:
+    """Run the cases of this world size, and tell their differences."""
+    replicas.BUCKET_BYTES = 8192  # several buckets even for tiny models
+    on_ranks(_results)
 
 
 if __name__ == "__main__":

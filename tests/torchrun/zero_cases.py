@@ -3,15 +3,10 @@ is offloaded (`tests.torchrun.offload_cases`) in the same launch."""
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from tests.torchrun.cases import IN_A_LOOP, IN_A_V, ONE_STEP, OVERFLOWING, SHORT, Case, run, share_groups
+from tests.torchrun.cases import IN_A_LOOP, IN_A_V, ONE_STEP, OVERFLOWING, SHORT, Case, on_ranks, run
 from tests.torchrun.offload_cases import OFFLOADED, OFFLOADED_IN_HALF, resumed
 
 REPLICAS: dict[str, Any] = {"data": 4, "micro_batches": 2}
@@ -87,17 +82,14 @@ HALF = {
 }
 
 
-def main() -> None:
-    """Run all cases; rank 0 writes their differences to the file that is named."""
-    torch.set_num_threads(1)
-    share_groups()
-    dist.init_process_group("gloo")
+def _results(chosen: list[str], folder: Path) -> dict[str, Any]:
     cases = {**CASES, **HALF, **OFFLOADED, **OFFLOADED_IN_HALF}
-    results = {name: run(cases[name]) for name in sys.argv[2:] or cases}
-    results["resumed"] = resumed(Path(sys.argv[1]).parent)
-    if dist.get_rank() == 0:
-        Path(sys.argv[1]).write_text(json.dumps(results))
-    dist.destroy_process_group()
+    return {**{name: run(cases[name]) for name in chosen or cases}, "resumed": resumed(folder)}
+
+
+def main() -> None:
+    """Run all cases, and tell their differences."""
+    on_ranks(_results)
 
 
 if __name__ == "__main__":
