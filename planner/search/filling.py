@@ -40,7 +40,7 @@ _RATES = 4
 """At which ticks are traded for bytes, that are tried."""
 _ROUNDS = 4
 """Of narrowing windows: two or three are mostly enough."""
-_CLOSE = 2e-3
+_CLOSE = 5e-3
 """Relative gap between what leaves no windows and what does at which it is not halved any more."""
 _FIRST_STEP = 1.05
 """From what is known to the first T that is tried; where it leaves no windows, the next steps are longer."""

@@ -11,8 +11,10 @@ anything but the layers themselves is priced, and after.
           the sum of w over all layers, and weights 1 / W(g) as in (D11),
           T >= micro-batches x sum over l of the least w(l, g) / W(g) over g, by sum of c(g) / W(g)    -> part_ticks()
     (U8)  layers are whole and lie in order (`planner.search.filling`): what leaves no windows does not beat the limit;
-          the rest is bounded by that, too, under whichever schedule takes less; asked where most layers
-          differ from all others                                                     -> _Bounding._open(), .of_part()
+          the rest is bounded by that, under whichever schedule takes less; asked where most layers differ from all
+          others, in place of the linear bound, which hardly ever tells more there   -> _Bounding._open(), .of_part()
+    (U9)  where ZeRO 0 leaves no windows for the bytes that it holds, but ZeRO 1 does, it is a part of its own, so that
+          it is priced only where that matters                                                -> _Bounding.of_ways()
 
 Columns are bounded one by one: a step ends with the slowest, whatever the others' stage maps would be.
 """
@@ -33,6 +35,7 @@ from planner.cost.nearest import nearest_costs
 from planner.cost.shared import skip_costs
 from planner.search.bounds import room_bytes, warm_ups
 from planner.search.filling import Filling
+from planner.search.inside import NO_LIMIT
 from planner.search.lanes import modes_on
 from planner.search.segments import LayerModes
 from planner.search.space import Family, Zero
@@ -93,6 +96,8 @@ class _Bounding:
         loads = self._loads(family, {})
         if not _differ(loads):
             return self._spread_out(loads)
+        if self.limit >= NO_LIMIT:
+            return family.standing.least_ticks
         fillings = self._open(family, loads)
         self.within = {is_gpipe: [each.within for each in columns] for is_gpipe, columns in fillings.items()}
         return family.standing.least_ticks if fillings else self.limit
@@ -293,8 +298,10 @@ def priced_bound(costs: LayoutCosts, modes: Sequence[LayerModes], limit_ticks: i
         filling = Filling.of(ranks, count, units, is_gpipe=is_gpipe, transfers=moved) if ranks[0].differs else None
         if filling and not filling.leaves(limit_ticks):
             return limit_ticks
-        bound = max(bound, Spread.of(ranks, count, units).bound(limit_ticks))
-        bound = filling.bound(bound, limit_ticks) if filling else bound
+        if filling:
+            bound = filling.bound(bound, limit_ticks)
+        else:
+            bound = max(bound, Spread.of(ranks, count, units).bound(limit_ticks))
     return bound
 
 

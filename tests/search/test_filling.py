@@ -115,6 +115,21 @@ def test_no_stage_map_that_fits_is_faster_than_the_bound(column: Column) -> None
     windows = filling.windows(ticks)
     assert windows is not None
     assert all(a <= b <= c for a, b, c in zip(windows.least, cut, windows.most, strict=True))
+    narrowed = filling.below(1.3 * ticks)
+    assert narrowed is not None
+    assert narrowed.leaves(ticks)
+    assert narrowed.bound(0, int(1.3 * ticks)) <= ticks
+
+
+def test_what_is_asked_in_narrower_windows_is_told_as_well() -> None:
+    """Six layers on two devices: the same bound, asked at once, or below a T that leaves fewer places to start at."""
+    rank = _rank((1, 9, 2, 8, 3, 7), (1, 1, 1, 1, 1, 1), 10)
+    column = Filling.of((rank, rank), 8, (2, 1))
+    bound = column.bound(0, 10**9)
+    narrowed = column.below(1.2 * bound)
+    assert narrowed is not None
+    assert narrowed.within != column.windows(10**9)
+    assert narrowed.bound(0, int(1.2 * bound)) == pytest.approx(bound, rel=0.01)
 
 
 def _rank(work: tuple[int, ...], held: tuple[int, ...], room: int) -> RankLoad:
