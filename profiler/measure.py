@@ -15,7 +15,7 @@ from __future__ import annotations
 import platform
 import statistics
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -116,9 +116,7 @@ def profile(
             source, sequence_length=length, micro_batch_sizes=sizes, tensor_parallel_degrees=shards, dtype=dtype
         )
 
-    most = max(degrees)
-    ranks = fake_group(0, most, field="tensor_parallel_degrees") if most > 1 else nullcontext()
-    with Load(concurrency) as load, ranks:  # the load first: its processes take time to start
+    with Load(concurrency) as load, _first_of(max(degrees)):  # the load first: its processes take time to start
         counted = at_lengths(counted_at, sequence_lengths)
         tasks = _tasks(counted, degrees)
         before = conditions(place)
@@ -139,6 +137,11 @@ def profile(
         | _told(precision, place),
     }
     return counted.model_copy(update=data)
+
+
+def _first_of(ranks: int) -> AbstractContextManager[None]:
+    """Within, this process is the first of so many ranks, whose shards are measured; one needs no group."""
+    return fake_group(0, ranks, field="tensor_parallel_degrees") if ranks > 1 else nullcontext()
 
 
 def _check_precision(source: ModelSource, precision: str | None, dtype: DataType) -> None:
