@@ -78,7 +78,7 @@ def portions(work: Workload, family: Family, limit_ticks: int) -> Iterator[tuple
 
 
 class _Bounding:
-    """Bounds of a family's parts, one after the other: the weights and prices of one mostly tell enough of the next."""
+    """Bounds of a family's parts: the weights and prices, or the windows, of the whole family tell most of them."""
 
     def __init__(self, work: Workload, family: Family, limit_ticks: int) -> None:
         self.work, self.limit = work, limit_ticks
@@ -122,12 +122,16 @@ class _Bounding:
             least = min(part.standing.least_ticks, self.limit)
             every = (max(each.bound(least, self.limit) for each in columns) for columns in fillings)
             return min(every, default=self.limit)
-        for column, ranks in self._loads(part, {}).items():
+        told = self._told(self._loads(part, {}))
+        return told if told >= self.limit else self._told(self._loads(part, _exchanges(self.work, part)))
+
+    def _told(self, loads: Mapping[_Column, Sequence[RankLoad]]) -> int:
+        """By the weights and prices that tell most of the whole family, (U2): nearly what the part's own would."""
+        bound = 0.0
+        for column, ranks in loads.items():
             rows, spread = self.known[column], Spread.of(ranks, column[1], _least_in_flight(column))
-            told = spread.dual(rows[: len(ranks)], rows[len(ranks) :]) * spread.ticks
-            if told >= self.limit * (1 + ROUNDING):
-                return self.limit
-        return self._spread_out(self._loads(part, _exchanges(self.work, part)))
+            bound = max(bound, spread.dual(rows[: len(ranks)], rows[len(ranks) :]) * spread.ticks)
+        return min(self.limit, int(bound * (1 - ROUNDING)))
 
     def _spread_out(self, loads: Mapping[_Column, Sequence[RankLoad]]) -> int:
         """The linear bound: equation (U3)."""
