@@ -14,8 +14,8 @@ cost        the least price of a token (J2), over all parts of the cluster. One 
             (J6) with that plan, what may still be cheaper is bounded again (K11) to (K13); of a part that is entered
             later only families, ZeRO stages and classes of orders are priced that may           -> _Prices.hold_to()
 devices     the fewest devices whose step meets the deadline, ties by step. Parts come in the order of their devices,
-            each searched below the deadline only, those left out that (K10) excludes; the first that has a plan is
-            searched to its end                                                                      -> _fewest()
+            each searched below the deadline only; parts and families that (K10) excludes are left out, and the first
+            part that has a plan is searched to its end                                              -> _fewest()
 
 Bounds and gap are told in seconds on the plan's devices. Under `cost` the bound is what a step there would have to take
 to be as cheap as the least open bound of any part; so the gap is that of the price.

@@ -13,10 +13,10 @@ tensor-parallel ranks, and those that share experts, as near to each other as th
           orders recompute and split backwards in one way (`planner.search.order_classes`)
                                                                               -> PartBounds.least, PartBounds.of_part()
 
-Of parts with the same kinds of devices, these depend on their number alone, so all are bounded at once. Where a plan to
-beat is known, what may still beat it is bounded again by (K11) to (K13) of `planner.search.depth_bounds`, and where
-experts are shared out, by how many ranks share out the states of the same ones
-                                                                                               -> PartBounds.raised_to()
+Of parts with the same kinds of devices, these depend on their number alone, so all are bounded at once; some devices of
+one node, which the same links join, are of that node's kind. Where a plan to beat is known, what may still beat it is
+bounded again by (K11) to (K13) of `planner.search.depth_bounds`, and where experts are shared out, by how many ranks
+share out the states of the same ones                                                          -> PartBounds.raised_to()
 """
 
 from __future__ import annotations
