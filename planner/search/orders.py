@@ -137,10 +137,8 @@ def _uniform_modes(kinds: Collection[frozenset[RecomputeMode]], wish: tuple[str,
     """Each layer takes it, or offers no wished mode and keeps what it has."""
     offered = frozenset[RecomputeMode]().union(*kinds)
     wished = offered if "per-layer" in wish else offered.intersection(wish)
-    if "per-layer" in wish:
+    if "per-layer" in wish or not wished:
         return tuple(mode for mode in MODES if mode in offered)
-    if not wished:
-        return MODES[:1]
     return tuple(mode for mode in MODES if mode in wished and all(mode in each or not wished & each for each in kinds))
 
 

@@ -216,6 +216,15 @@ def test_objectives_of_the_job(planner: Command, tmp_path: Path) -> None:
     assert ended.code == 0
     assert "on 2 of the 4 devices of tiny-cluster, node 0" in ended.out
     assert "fewest whose step meets the deadline of 0.06 s" in ended.out
+
+
+def test_parts_of_the_cluster_are_counted(planner: Command, tmp_path: Path) -> None:
+    """A search for the cheapest token says how many parts it looked into."""
+    wish = tiny_job().model_copy(update={"objective": "cost"})
+    (group,) = tiny_cluster().node_groups
+    priced = tiny_cluster().model_copy(update={"node_groups": (group.model_copy(update={"price_per_hour": 1.0}),)})
+    ended = planner("plan", *write_question(tmp_path, tiny_profile(), priced, wish))
+    assert ended.code == 0
     assert "parts of the cluster considered" in ended.out
 
 

@@ -108,6 +108,14 @@ def test_a_torchrun_that_is_killed_is_told(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_signals_stop_the_launcher_in_good_order(number: signal.Signals, tmp_path: Path) -> None:
     """Between two launches they raise; during one the child is told; afterwards they are what they were."""
+    ours = signal.signal(number, signal.SIG_DFL)  # under nohup these tests would leave SIGHUP alone, as runs do
+    try:
+        _stops(number, tmp_path)
+    finally:
+        signal.signal(number, ours)
+
+
+def _stops(number: signal.Signals, tmp_path: Path) -> None:
     before = signal.getsignal(number)
     with pytest.raises(StoppedError, match=number.name), stoppable():
         signal.raise_signal(number)

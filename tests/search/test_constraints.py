@@ -210,3 +210,11 @@ def test_refusals_are_planner_errors() -> None:
     model = four_equal_layers()
     with pytest.raises(PlannerError, match="precision"):
         plan(request(model, cluster(4), job(precision="fp32")), model)
+
+
+def test_a_mode_that_no_layer_offers() -> None:
+    """Layers keep what they have. Where the replicas' shares differ they were held to no recomputation."""
+    model, machines = with_recompute(), cluster(4, memory_bytes=3_000_000)
+    found = plan(request(model, machines, job(6, recompute="selective", data_parallel_degree=4), top=0), model)
+    assert isinstance(found, Plan)
+    assert {row.recompute for stage in found.stages for row in stage.layers} == {"full"}
