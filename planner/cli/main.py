@@ -27,6 +27,7 @@ VERBS: dict[str, str] = {
     "check": "Recompute a plan independently and validate it",
     "run": "Train a model by a plan, under torchrun",
     "timeline": "Draw predicted and measured steps, side by side",
+    "export": "Write a plan for another runtime or launcher",
     "serve": "Serve plans over HTTP",
     "models": "List the models of the catalogue",
     "devices": "List the devices of the catalogue",

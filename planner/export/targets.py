@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+
 from planner.errors import UnknownNameError
 from planner.export import pipelining
 from planner.export.target import Target
@@ -18,6 +20,8 @@ def find(name: str) -> Target:
     """
     if name in TARGETS:
         return TARGETS[name]
+    near = difflib.get_close_matches(name, TARGETS, n=3)
+    meant = f"did you mean {' or '.join(map(repr, near))}? Targets: " if near else "use one of "
     raise UnknownNameError(
-        f"there is no export target {name!r}.", field="target", mend=f"targets: {', '.join(sorted(TARGETS))}."
+        f"there is no export target {name!r}.", field="target", mend=f"{meant}{', '.join(sorted(TARGETS))}."
     )
