@@ -30,7 +30,6 @@ from benchmarks.fidelity_winners import winners_json, winners_text
 from planner.cli.arguments import positive_int, whole_number
 from planner.cli.console import Progress, check_output, table, words, write
 from planner.cli.failures import DONE, FAILED, report
-from planner.cli.units import seconds
 from planner.cost import StageMap, Workload, choose, evaluate, layout_costs, schedule_of, workload
 from planner.errors import PlannerError, UnknownNameError
 from planner.fidelity.cross_validate import FOLDS, cross_validate
@@ -43,6 +42,7 @@ from planner.search.bounds import BOUNDED, Totals, lower_bound, warm_ups
 from planner.search.segments import allowed_modes
 from planner.search.space import layouts
 from planner.spec import Cluster, Job, Layout, NodeGroup
+from planner.spec.units import seconds
 from profiler.counted import counted_profile
 
 PRICED_MODEL, PRICED_LENGTH = "llama-3.1-405b", 4096

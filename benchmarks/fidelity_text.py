@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from planner.cli.console import table
-from planner.cli.units import gibibytes, seconds
 from planner.fidelity.metrics import Errors, Figures, Outcome, decisions_of, errors_of, rank_groups
+from planner.spec.units import gibibytes, seconds
 
 UNKNOWN = "-"
 LEAST_RUNS = 5

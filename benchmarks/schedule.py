@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from planner.cli.units import seconds
 from planner.schedule import (
     Durations,
     Objective,
@@ -26,6 +25,7 @@ from planner.schedule import (
     synthesize,
 )
 from planner.schedule.timeline import Timeline, from_simulation, svg
+from planner.spec.units import seconds
 
 RANKS, MICRO_BATCHES = 4, 8
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.search_rows import NOT_SEARCHED, Planned, Row, exponent
 from planner.cli.console import table
-from planner.cli.units import gibibytes
+from planner.spec.units import gibibytes
 
 HEADER = ("case", "target", "result", "met", "checked")
 PLANNED = ("clock", "processor", "profile", "memory", "layouts", "solved")

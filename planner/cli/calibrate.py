@@ -14,9 +14,9 @@ from planner.cli.arguments import add_json
 from planner.cli.console import STDOUT, Progress, bold, check_output, data, table, words, write
 from planner.cli.failures import DONE
 from planner.cli.service import SCHEMES, exchange
-from planner.cli.units import gibibytes, percent, seconds, significant
 from planner.spec.calibration import ANY, DEFAULT, Calibration, Constants, dump
 from planner.spec.frameworks import find_framework
+from planner.spec.units import gibibytes, percent, seconds, significant
 
 if TYPE_CHECKING:
     from planner.fidelity.metrics import Errors, Outcome

@@ -8,13 +8,13 @@ from typing import Any
 
 from planner.cli.arguments import add_json
 from planner.cli.console import data, table, to_json
-from planner.cli.units import gibibytes, percent, scaled
 from planner.cost.compute import matmul_fraction
 from planner.errors import SpecError
 from planner.spec import DeviceSpec, Link, ScaleUp, read
 from planner.spec.calibration import ANY, OURS, Constants, constants_for, shipped
 from planner.spec.devices import CatalogueDevice, catalogue, find_entry, link_within
 from planner.spec.profile import Operation
+from planner.spec.units import gibibytes, percent, scaled
 
 DOMAIN = {"switch": "behind a switch", "mesh": "in a mesh", "ring": "in a ring", "pcie": "over PCIe"}
 MATRIX_SIZES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)

@@ -15,7 +15,7 @@ from typing import Literal
 
 from api.settings import usable_cores
 from planner import __version__
-from planner.cli.units import gibibytes, seconds
+from planner.spec.units import gibibytes, seconds
 
 NEEDED = ("pydantic", "ortools", "fastapi", "uvicorn", "pyyaml")
 FOR_TRAINING = ("torch", "transformers")

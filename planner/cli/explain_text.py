@@ -7,9 +7,9 @@ from dataclasses import fields
 from typing import Any
 
 from planner.cli.console import bold, table
-from planner.cli.units import GIB
 from planner.search import Account
 from planner.search.account import EQUATIONS
+from planner.spec.units import GIB
 from planner.spec.words import counted
 
 MOST_COLUMNS = 8

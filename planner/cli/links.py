@@ -8,8 +8,8 @@ import os
 from planner.cli.arguments import add_json, add_option, add_output, positive_int, positive_ints, positive_seconds
 from planner.cli.console import STDOUT, Progress, bold, check_output, data, table, to_json, words, write
 from planner.cli.failures import DONE
-from planner.cli.units import percent, scaled, seconds
 from planner.spec import Link, Links
+from planner.spec.units import percent, scaled, seconds
 
 LEAST_RANKS = 2
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from planner.cli.arguments import add_json
 from planner.cli.console import bold, data, table, to_json
-from planner.cli.units import scaled
+from planner.spec.units import scaled
 
 if TYPE_CHECKING:
     from profiler.catalogue import CatalogueEntry

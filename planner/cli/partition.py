@@ -8,11 +8,11 @@ from typing import Any, get_args
 
 from planner.cli.arguments import add_json, add_option, costs, positive_int, refuse
 from planner.cli.console import bar, data, table, to_json
-from planner.cli.units import percent, scaled, seconds
 from planner.partition import MEASURES, METHODS, Choice, layer_costs, partition
 from planner.partition.profile_costs import Measure, chosen_size
 from planner.spec import ModelProfile, read
 from planner.spec.job import OptimizerName
+from planner.spec.units import percent, scaled, seconds
 
 OF_A_PROFILE = ("by", "micro_batch_size", "sequence_length", "optimizer", "micro_batches")
 """Options that choose what of a profile is balanced."""

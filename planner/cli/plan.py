@@ -12,8 +12,8 @@ from planner.cli.failures import DONE, INFEASIBLE
 from planner.cli.inputs import Question, read_question
 from planner.cli.interrupt import interruptible
 from planner.cli.plan_text import infeasible_text, plan_text
-from planner.cli.units import percent, seconds
 from planner.spec import Infeasible, Options, Plan, parse
+from planner.spec.units import percent, seconds
 
 if TYPE_CHECKING:
     from planner.search import Progress as SearchProgress

@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 
 from planner.cli.console import bold, table
-from planner.cli.units import gibibytes, percent, scaled, seconds
 from planner.spec import LayerProfile, Measurement, ModelProfile
 from planner.spec.profile import BYTES_PER_ELEMENT
 from planner.spec.recipes import ParameterCount, recipe
+from planner.spec.units import gibibytes, percent, scaled, seconds
 from planner.spec.words import counted
 
 HEADER = (

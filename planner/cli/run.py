@@ -20,11 +20,11 @@ from planner.cli.failures import DONE
 from planner.cli.run_nodes import add_nodes, check_node_options, elastic_commands, train_nodes
 from planner.cli.run_text import run_text
 from planner.cli.service import check_address, exchange
-from planner.cli.units import percent
 from planner.errors import DocumentError, PlannerError, Problem, RunError
 from planner.executor.elastic import DEFAULT_COOLDOWN_SECONDS, DEFAULT_RESTARTS, ElasticPolicy
 from planner.executor.settings import DEFAULT_GRACE_SECONDS, DEFAULT_KEEP
 from planner.spec import MeasuredRun, Plan, read
+from planner.spec.units import percent
 
 WORKERS = ("output", "metrics")
 """Options that the ranks' own command takes too."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from planner.cli.console import bold, table
-from planner.cli.units import gibibytes, percent, scaled, seconds
 from planner.spec import MeasuredRun, Plan
 from planner.spec.measured import MeasuredRank
+from planner.spec.units import gibibytes, percent, scaled, seconds
 from planner.spec.words import counted
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from planner.cli.arguments import add_json, add_option, costs, positive_int, positive_seconds
 from planner.cli.console import data, to_json, words
 from planner.cli.failures import DONE, INFEASIBLE
-from planner.cli.units import percent
 from planner.errors import DocumentError, SpecError
+from planner.spec.units import percent
 
 if TYPE_CHECKING:
     from planner.schedule import Durations, Schedule, Simulation

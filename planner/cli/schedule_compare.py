@@ -11,9 +11,9 @@ from planner.cli.schedule import simulated
 from planner.cli.schedule_options import check_options
 from planner.cli.schedule_picture import draw
 from planner.cli.schedule_search import proof, synthesis_of
-from planner.cli.units import percent
 from planner.errors import LayoutError, SpecError
 from planner.schedule import Simulation, Synthesis, canonical_name, find
+from planner.spec.units import percent
 
 
 def compare(arguments: argparse.Namespace) -> int:

@@ -9,8 +9,8 @@ from planner.cli.console import Progress, data, to_json, words
 from planner.cli.failures import DONE, INFEASIBLE
 from planner.cli.schedule import describe, durations_of, tell
 from planner.cli.schedule_picture import draw
-from planner.cli.units import percent
 from planner.errors import LayoutError
+from planner.spec.units import percent
 
 if TYPE_CHECKING:
     from planner.schedule import Synthesis

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from planner.cli.plan_text import layout_line, proof_line, spans
+from planner.cli.plan_text import proof_line
 from planner.spec import Layout, Plan, PlanRequest, parse
+from planner.spec.layout_words import layout_line, spans
 from planner.spec.plan import SearchReport
 from planner.validate import check
 from tests.cli.support import Command, tiny_cluster, tiny_job, tiny_profile, write_question
