@@ -2,18 +2,29 @@
 
 A line per pipeline rank, its actions with commas between them: ``0F0,0F1,0B0``, as
 `torch.distributed.pipelining.schedules._PipelineScheduleRuntime._load_csv` reads them with ``format="compute_only"``.
+The order of actions is all that there is in it: the warnings say what the plan holds besides.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from planner.export.target import Export, Target, refuse
-from planner.spec import Plan
+from planner.schedule import build, find
+from planner.spec import Layout, Plan
+from planner.spec.profile import RecomputeMode
 
 _TORCH = "torch.distributed.pipelining"
+_IN_THE_ACTIONS = ("pipeline_parallel_degree", "virtual_stages_per_rank", "schedule", "recompute", "micro_batch_shares")
+"""Fields of the layout that need no word: the text shows them, a warning of their own does, or they are refused."""
 
 
 def write(plan: Plan) -> Export:
-    """The actions of the plan's schedule, without transfers: torch's runtime adds them."""
+    """The actions of the plan's schedule, without transfers: torch's runtime adds them.
+
+    Raises:
+        UnsupportedError: for sequence chunks, for replicas that differ, and where a stage stands on several ranks.
+    """
     layout = plan.layout
     if layout.sequence_chunks > 1:
         refuse(
@@ -29,7 +40,63 @@ def write(plan: Plan) -> Export:
             field="layout.micro_batch_shares",
             mend="plan for a batch that the replicas divide",
         )
-    return Export("".join(f"{','.join(rank)}\n" for rank in plan.actions))
+    actions = plan.actions or _built(plan)
+    _check_one_rank_per_stage(plan, actions)
+    return Export("".join(f"{','.join(rank)}\n" for rank in actions), tuple(_unsaid(plan)))
+
+
+def _built(plan: Plan) -> tuple[tuple[str, ...], ...]:
+    """The actions of a plan from before plans had any."""
+    layout = plan.layout
+    if find(layout.schedule).needs_durations:
+        refuse(
+            _TORCH,
+            f"is given a list of actions, which the plan lacks, and {layout.schedule} has none of its own",
+            field="actions",
+            mend="plan again",
+        )
+    schedule = build(
+        layout.schedule,
+        ranks=layout.pipeline_parallel_degree,
+        micro_batches=plan.micro_batches,
+        virtual_stages=layout.virtual_stages_per_rank,
+    )
+    return schedule.to_text()
+
+
+def _check_one_rank_per_stage(plan: Plan, actions: tuple[tuple[str, ...], ...]) -> None:
+    rank_of: dict[str, int] = {}
+    for rank, row in enumerate(actions):
+        for stage in {action.rstrip("0123456789")[:-1] for action in row}:
+            if rank_of.setdefault(stage, rank) != rank:
+                refuse(
+                    _TORCH,
+                    f"holds every stage on one rank; under {plan.layout.schedule}, stage {stage} is on two",
+                    field="layout.schedule",
+                    mend="plan with another schedule, such as --fix schedule=zb-v",
+                )
+
+
+def _unsaid(plan: Plan) -> Iterator[str]:
+    """Sentences: what of the plan is not in a list of actions."""
+    job, layout = plan.request.job, plan.layout
+    layers = ", ".join(str(len(stage.layers)) for stage in plan.stages)
+    yield (
+        f"The text is the order of actions only: build the stages with {layers} layers, and split each replica's part "
+        f"of the global batch of {job.global_batch_size} samples into {plan.micro_batches} micro-batches."
+    )
+    given = {"sequence_length": job.sequence_length, "precision": job.precision, "optimizer": job.optimizer}
+    given |= {name: value for name, value in layout if name not in _IN_THE_ACTIONS and value != _default(name)}
+    yield f"The plan was priced with {', '.join(f'{name}={value}' for name, value in given.items())}: set it up."
+    modes: tuple[RecomputeMode, ...] = ("selective", "full")
+    for mode in modes:
+        names = [layer.name for stage in plan.stages for layer in stage.layers if layer.recompute == mode]
+        if names:
+            yield f"The plan was priced with {mode} recomputation of {', '.join(names)}: set it up."
+
+
+def _default(name: str) -> object:
+    return Layout.model_fields[name].default
 
 
 TARGET = Target(
