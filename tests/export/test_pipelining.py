@@ -57,7 +57,7 @@ def test_torch_reads_a_whole_step(name: str, tmp_path: Path) -> None:
     assert runtime.stage_index_to_group_rank == {stage.index: stage.pipeline_rank for stage in plan.stages}
     simulate(runtime)
     kinds = Counter(
-        (action.stage_index, str(action.computation_type)) for row in runtime.pipeline_order.values() for action in row
+        (action.stage_index, action.computation_type.value) for row in runtime.pipeline_order.values() for action in row
     )
     for stage in plan.stages:
         done = {kind: kinds[stage.index, kind] for kind in "FBIW"}
