@@ -198,16 +198,6 @@ def test_a_slow_plan_is_a_job(settings: Settings, journal: Path, tmp_path: Path)
         assert (ended["status"], ended["plan_url"]) == ("succeeded", f"/v1/plans/{plan.json()['id']}")
 
 
-def test_the_exports_are_told(settings: Settings, journal: Path) -> None:
-    """Targets are listed, and an unknown one is a 404 that says so."""
-    with running(settings, Instant(journal)) as live:
-        plan_id = live.plan(plan_body()).json()["id"]
-        targets = live.get("/v1/exports").json()["exports"]
-        assert "no-such-target" not in targets
-        answer = live.get(f"/v1/plans/{plan_id}/exports/no-such-target")
-        assert (answer.status_code, answer.json()["errors"][0]["field"]) == (404, "target")
-
-
 def test_the_page_shows_plans_escaped(settings: Settings, journal: Path) -> None:
     """The start page lists plans, escapes what clients sent, and loads nothing from elsewhere."""
     with running(settings, Instant(journal)) as live:
