@@ -11,6 +11,8 @@
 
     (A5)  behind the time limit, or once the caller wants to stop, the plans that the search itself came by stand in for
           those that were not looked at
+    (A6)  what is slower than a ceiling is not looked at while there is something else, it is only known to be no
+          faster; so few stage maps have to be bounded and priced. Once nothing is left below the ceiling, it is raised
 
 Work is counted, not timed, so that the answer is always the same where the time suffices.              -> rivals()
 """
@@ -20,6 +22,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from planner.cost import schedule_of
 from planner.search.inside import NO_LIMIT, first_plan
@@ -31,6 +34,8 @@ from planner.search.synthesized import Unordered, synthesized
 
 _TAKEN_UP = 1000
 """Parts of the space looked at, for each alternative wanted: most are only bounded."""
+_CEILINGS = (1.1, 1.5)
+"""In steps of the best plan."""
 _PER_DEGREES = 2
 """Plans looked at with the same degrees."""
 _MOST_PLANS = 5
@@ -71,7 +76,9 @@ def rivals(state: State, top: int, limits: Limits) -> tuple[Candidate, ...]:
 def _looked_at(state: State, best: Candidate, budget: int, top: int, limits: Limits) -> Iterator[Candidate]:
     """Plans of other layouts, by (A1), (A3) and (A4)."""
     # Everything is looked at as if there were no incumbent; the search's own state stays as it is.
-    free = State(state.work, state.considered, limits.deadline, limits.callbacks, nearest=set(state.nearest))
+    ceilings = iter([*(int(factor * best.ticks) for factor in _CEILINGS), NO_LIMIT])
+    free = State(state.work, state.considered, limits.deadline, limits.callbacks, ceiling=next(ceilings))
+    free.nearest |= state.nearest
     heap, later = list(_nearest(free, state.bounds.values())), list[Open]()
     heapq.heapify(heap)
     seen: Counter[tuple[int, ...]] = Counter()
@@ -89,16 +96,28 @@ def _looked_at(state: State, best: Candidate, budget: int, top: int, limits: Lim
         if not is_later and (here == best.degrees or one.bound_ticks >= fastest.get(here, NO_LIMIT)):
             later.append(one)
             continue
+        while free.ceiling <= one.bound_ticks < NO_LIMIT:
+            free.ceiling = next(ceilings)
         budget -= 1
         if not _is_ready(one):
-            _push_all(heap, _nearest(free, list(take_up(free, one))))
+            parts = list(take_up(free, one)) or _above(one, free.ceiling)
+            _push_all(heap, _nearest(free, parts))
+            continue
+        candidate = _candidate(one, free.ceiling, limits)
+        if candidate is None and (above := _above(one, free.ceiling)):
+            _push_all(heap, above)
             continue
         seen[here] += 1
-        candidate = _candidate(one, limits)
         actions -= _actions(one)
         if candidate is not None:
             fastest[here] = min(candidate.ticks, fastest.get(here, candidate.ticks))
             yield candidate
+
+
+def _above(one: Open, ceiling: int) -> list[Open]:
+    """What has no plan below a ceiling, to be looked at again above it: equation (A6)."""
+    is_held = isinstance(one.item, Searched | DealtPerLayer) and ceiling < NO_LIMIT
+    return [replace(one, bound_ticks=ceiling)] if is_held else []
 
 
 def _is_enough(fastest: Mapping[tuple[int, ...], int], top: int, least_ticks: int) -> bool:
@@ -136,8 +155,8 @@ def _actions(one: Open) -> int:
     return 2 * stages * costs.micro_batches * costs.layout.sequence_chunks
 
 
-def _candidate(one: Open, limits: Limits) -> Candidate | None:
-    """The plan of a single layout; None when none was found that fits."""
+def _candidate(one: Open, ceiling: int, limits: Limits) -> Candidate | None:
+    """The plan of a single layout; None when none was found that fits, or below the ceiling where it is searched."""
     match one.item:
         case Dealt() as dealt:
             return dealt_candidate(dealt)
@@ -146,7 +165,8 @@ def _candidate(one: Open, limits: Limits) -> Candidate | None:
         case Unordered() as unordered:
             return synthesized(unordered, limit_ticks=NO_LIMIT, each=_SYNTHESIS_WORK).candidate
         case Searched(costs=costs, modes=modes):
-            found = first_plan(costs, modes, one.bound_ticks, rounds=_ROUNDS, should_stop=limits.should_stop)
+            effort = {"rounds": _ROUNDS, "should_stop": limits.should_stop}
+            found = first_plan(costs, modes, one.bound_ticks, limit_ticks=ceiling, **effort)
             return Candidate(costs, schedule_of(costs), *found) if found else None
     return None
 
