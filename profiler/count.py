@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from planner.errors import DocumentError, UnsupportedError
 from planner.spec.profile import DataType, Measurement, ModelProfile, RecomputeMode
-from profiler.compute_type import cast, cast_inputs
+from profiler.compute_type import building_in, cast, cast_inputs
 from profiler.cut import Borders, LayerCut, Size, TensorChain
 from profiler.cut_whole import same_numbers
 from profiler.expert_parallel import common_experts, experts_of
@@ -34,18 +34,6 @@ Progress = Callable[[int, int, str], None]
 """Called with (steps done, steps in all, what is being done)."""
 
 TORCH_TYPES: dict[DataType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@contextmanager
-def _building(dtype: torch.dtype, device: str = "meta") -> Iterator[None]:
-    """Within, models are built in this type; on meta, without storage."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 class Counter:
@@ -260,10 +248,19 @@ class Counter:
     def _model(self, device: str = "meta") -> nn.Module:
         """Transformers take the type that they are built in; other models are cast as the executor casts them."""
         if self.source.config is not None:
-            with _building(self.dtype, device):
+            with building_in(self.dtype, device):
                 return self.source.build()
         with torch.device(device):
             return cast(self.source.build(), self.dtype)
+
+    def check_runs(self, size: Size) -> None:
+        """Refuse what the executor would: a transformers model that does not run when it is cast.
+
+        Raises:
+            UnsupportedError: it does not, in this type.
+        """
+        if self.source.config is not None and self.dtype != torch.float32:
+            self.source.borders(*size, self.dtype)
 
     def _stage(self, index: int, split: Split) -> tuple[nn.Module, Exchanges]:
         if (index, split) not in self._stages:
@@ -435,6 +432,7 @@ def profile(
         experts=common_experts(source),
     )
     taken = [size for size in micro_batch_sizes if counter.takes(size, sequence_length)] or micro_batch_sizes
+    counter.check_runs((taken[0], sequence_length))
     sizes = [(size, sequence_length, split) for split in found for size in taken]
     kinds = list(counter.representatives)
     rows: dict[str, tuple[Measurement, ...]] = {}

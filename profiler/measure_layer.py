@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from planner.spec.profile import DataType, RecomputeMode
-from profiler.compute_type import cast_rest
+from profiler.compute_type import buffers_to_cast, cast_rest
 from profiler.count import TORCH_TYPES
 from profiler.cut import Borders
 from profiler.float8 import float8_modules, run_in_float8
@@ -328,8 +328,9 @@ class Bench:
         return self.source.cut(model).layer(model, index, recompute=recompute)
 
     def _filled(self, stage: nn.Module, index: int) -> BuiltLayer:
-        _fill(stage, self.device, TORCH_TYPES[self.dtype])
-        cast_rest(stage, TORCH_TYPES[self.dtype], buffers=self.source.config is None)
+        dtype = TORCH_TYPES[self.dtype]
+        _fill(stage, self.device, dtype)
+        cast_rest(stage, dtype, buffers=buffers_to_cast(self.source.blueprint, dtype))
         return BuiltLayer(stage, tuple(self.source.cut().parts(stage, index).values()))
 
     def _values(self, tensor: Tensor, data: Tensors = ()) -> Tensor:

@@ -36,7 +36,7 @@ from planner.executor.zero import LayerParameters, ZeroShards, layers_of
 from planner.spec.plan import Plan, PlannedLayer
 from planner.spec.profile import RecomputeMode, SharedParameters
 from profiler import tensor_parallel
-from profiler.compute_type import cast_rest
+from profiler.compute_type import buffers_to_cast, cast_rest
 from profiler.cut import LayerCut, tied_modules
 from profiler.float8 import float8_modules, run_in_float8
 from profiler.models import ModelSource
@@ -154,8 +154,10 @@ def build_rank(
     stages = {index: _fill_stage(source, layers, fill, device, seed, mesh) for index, layers in mine.items()}
     if pieces.is_split:
         _attend_from_pieces(stages.values())
+    dtype = COMPUTE_DTYPE[plan.request.job.precision]
+    buffers = buffers_to_cast(source.blueprint, dtype)
     for stage in stages.values():
-        cast_rest(stage, COMPUTE_DTYPE[plan.request.job.precision], buffers=source.config is None)
+        cast_rest(stage, dtype, buffers=buffers)
     tie(list(stages.values()), cut.shared_parameters)
     partial = _shard(plan, {mine[index]: stage for index, stage in stages.items()}, source, mesh)
     module = merge(list(stages.values()))

@@ -32,7 +32,7 @@ from planner.executor.weights import Weights
 from planner.spec.document import read
 from planner.spec.job import Job
 from planner.spec.plan import Plan
-from profiler.compute_type import cast_inputs, cast_rest
+from profiler.compute_type import buffers_to_cast, cast_inputs, cast_rest
 from profiler.float8 import float8_modules, run_in_float8
 from profiler.models import ModelSource, load_model
 from profiler.parameters import hidden_matrices
@@ -74,7 +74,8 @@ def train_reference(
     streams = RandomStreams(seed, device)
     for index in range(len(source.cut().layers)):
         streams.attach(source.cut().parts(model, index))
-    cast_rest(model, COMPUTE_DTYPE[job.precision], buffers=source.config is None)
+    dtype = COMPUTE_DTYPE[job.precision]
+    cast_rest(model, dtype, buffers=buffers_to_cast(source.blueprint, dtype))
     if job.precision == "fp8":
         run_in_float8(model, float8_modules(model, source, plan.layout.tensor_parallel_degree))
     hidden = hidden_matrices(source.blueprint, source.cut())

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import AutoModelForCausalLM
 
 from planner.errors import UnsupportedError
+from profiler import compute_type
 from profiler.compute_type import cast
 from profiler.count import profile
 from profiler.models import load_model
-from tests.executor.plans import source_of
+from tests.executor.plans import LLAMA, source_of
 from tests.profiler.graphs import Wide
 
 
@@ -46,7 +49,7 @@ def test_a_copy_of_a_norm_has_statistics_of_its_own() -> None:
 
 
 def test_buffers_of_own_models_alone_are_cast(tmp_path: Path) -> None:
-    """transformers' keep the types that their code makes them in."""
+    """Of transformers, rotary frequencies keep the type that their code makes them in."""
     assert cast(Wide(), torch.bfloat16).get_buffer("table").dtype == torch.bfloat16
     llama = cast(source_of("llama", tmp_path).build(), torch.bfloat16)
     assert {each.dtype for name, each in llama.named_buffers() if "inv_freq" in name} == {torch.float32}
@@ -80,3 +83,38 @@ def test_batch_norm_of_features_is_not_counted_on_one_sample() -> None:
         ]
     }
     assert sizes == {"wide": {2, 4}, "plain": {1, 2, 4}}
+
+
+MINIMAX = {
+    **LLAMA,
+    "model_type": "minimax",
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_buffers_are_of_the_types_that_transformers_itself_gives_them(dtype: torch.dtype, tmp_path: Path) -> None:
+    """As in `from_config` with that type: MiniMax's tables of decays in it, rotary frequencies in fp32."""
+    (tmp_path / "minimax.json").write_text(json.dumps(MINIMAX))
+    source = load_model(str(tmp_path / "minimax.json"))
+    theirs = AutoModelForCausalLM.from_config(source.config, dtype=dtype)  # type: ignore[no-untyped-call]
+    model = cast(source.build(), dtype)
+    found = {name: each.dtype for name, each in model.named_buffers()}
+    assert found == {name: each.dtype for name, each in theirs.named_buffers()}
+    assert set(found.values()) == {dtype, torch.float32}
+    assert model(torch.zeros(1, 8, dtype=torch.long)).logits.dtype == dtype
+
+
+def test_a_transformer_that_would_not_train_in_a_type_is_not_profiled_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a plan would be found that every run refuses: here, of MiniMax with its buffers left in fp32."""
+    monkeypatch.setattr(compute_type, "buffers_to_cast", lambda model, dtype: frozenset())
+    (tmp_path / "minimax.json").write_text(json.dumps(MINIMAX))
+    source = load_model(str(tmp_path / "minimax.json"))
+    profile(source, sequence_length=8, micro_batch_sizes=(1,))
+    with pytest.raises(UnsupportedError, match="does not run on 1 samples of 8 tokens in bfloat16"):
+        profile(source, sequence_length=8, micro_batch_sizes=(1,), dtype="bf16")
