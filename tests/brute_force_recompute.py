@@ -13,7 +13,7 @@ from itertools import islice
 
 from planner.schedule import Schedule
 from planner.schedule.in_flight import in_flight_vectors
-from planner.search.dealt import deal
+from planner.search.dealing import deal
 from planner.search.dealt_recompute import in_parts
 from planner.search.recompute import Held, Kind, fewest_ticks
 from planner.spec.plan import RankMemory

@@ -23,6 +23,8 @@ from planner.cost.shared import SharedCost, SkipCost, shared_costs, skip_costs
 from planner.cost.ticks import check_step, ticks
 from planner.cost.workload import Workload, modes_of
 from planner.errors import MismatchError, UnsupportedError
+from planner.schedule import find
+from planner.schedule.entry import Shape
 from planner.spec.cluster import Link
 from planner.spec.layout import Layout
 from planner.spec.profile import Measurement, RecomputeMode
@@ -50,13 +52,30 @@ class LayoutCosts:
     ranks: tuple[LayoutCosts, ...] = ()
     """Of a column of `planner.cost.mixed`: the costs on every pipeline rank; its own are the least of these."""
     boundary_links: tuple[Link, ...] = ()
-    """Of such a column: behind every pipeline rank but the last."""
+    """Of such a column: behind every pipeline rank but the last; where all replicas are alike, of more than two ranks
+    also from the last one back to the first."""
     columns: tuple[LayoutCosts, ...] = ()
     """Where ranks differ: one for all data ranks that act alike; its own costs are the least of these."""
 
     def on_rank(self, pipeline: int) -> LayoutCosts:
         """The costs on one pipeline rank."""
         return self.ranks[pipeline] if self.ranks else self
+
+    def on_stage(self, stage: int) -> LayoutCosts:
+        """The costs on the pipeline rank of a stage."""
+        return self.ranks[self.stage_ranks[stage]] if self.ranks else self
+
+    @property
+    def of_replica(self) -> LayoutCosts:
+        """Of any replica, where all are alike: on several node groups every pipeline rank has its own."""
+        return self.columns[0] if self.columns else self
+
+    @cached_property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """Pipeline rank of every stage, by the layout's schedule."""
+        layout = self.layout
+        stages = layout.virtual_stages_per_rank, layout.sequence_chunks
+        return find(layout.schedule).stage_ranks(Shape(layout.pipeline_parallel_degree, self.micro_batches, *stages))
 
     def under(self, layout: Layout) -> LayoutCosts:
         """The same under another order or recomputation, which change no layer's costs."""
@@ -72,7 +91,7 @@ class LayoutCosts:
     def links(self) -> tuple[Link, ...]:
         """Behind every pipeline rank but the last."""
         if self.boundary_links:
-            return self.boundary_links
+            return self.boundary_links[: self.layout.pipeline_parallel_degree - 1]
         work, boundaries = self.work, range(self.layout.pipeline_parallel_degree - 1)
         crossed = [boundary_crosses_nodes(self.layout, s, work.domain_devices) for s in boundaries]
         return tuple(work.inter_node if crosses and work.inter_node else work.intra_node for crosses in crossed)
@@ -102,6 +121,11 @@ class LayoutCosts:
 
     def transfers_behind(self, boundary: int) -> tuple[int, ...]:
         """`transfer_ticks` of every layer that may be the stage's last."""
+        if self.boundary_links:
+            here, there = self.stage_ranks[boundary : boundary + 2]
+            if here == there:
+                return (0,) * len(self.layers)
+            return self._transfers(self.boundary_links[min(here, there) if abs(there - here) == 1 else -1])
         links, between = self.links, self.work.inter_node
         if self.layout.virtual_stages_per_rank == 1:
             return self._transfers(links[boundary])

@@ -9,7 +9,8 @@ same node groups, stage by stage, and that have as many micro-batches, act alike
     (V3)  gradients are summed over the slowest links, field by field, of all node groups that hold the stage; no rank
           goes on before the slowest of the stage has updated its parameters; groups that share out ZeRO's states
           stand in one node group each, and go at the pace of the slowest of them                -> _linked()
-    (V4)  a boundary between two node groups takes the slower of their network links, field by field  -> _boundary()
+    (V4)  a boundary between two node groups takes the slower of their network links, field by field; so does the way
+          from the last rank back to the first, where ranks hold several stages                  -> _boundaries()
     (V5)  step = max over columns and pipeline ranks of end(p) + tail(p)                        -> planner.cost.step
     (V6)  memory of a pipeline rank is that of the column that has least room left, on its device or, where something
           is offloaded, in its host's memory                                                    -> planner.cost.step
@@ -35,6 +36,8 @@ from planner.cost.pricing import LayerCost
 from planner.cost.shared import shared_costs
 from planner.cost.workload import Workload
 from planner.errors import LayoutError, UnsupportedError
+from planner.schedule import find
+from planner.schedule.entry import no_copies
 from planner.spec.cluster import Link
 from planner.spec.layout import Layout
 from planner.spec.profile import RecomputeMode
@@ -42,7 +45,7 @@ from planner.spec.profile import RecomputeMode
 _KEPT = 4096
 """Prices of a node group's ranks that are kept."""
 MIXED_SCHEDULES = ("gpipe", "1f1b")
-"""Those that a heterogeneous cluster is planned with; dropping a replica's last micro-batches leaves their order."""
+"""Those of replicas that differ: dropping a replica's last micro-batches leaves their order."""
 
 
 _Layers = tuple[dict[RecomputeMode, LayerCost], ...]
@@ -129,14 +132,15 @@ def check_mixed(work: Workload, layout: Layout, columns: Sequence[Column]) -> No
     Raises:
         UnsupportedError: names the field.
     """
-    plain: dict[str, object] = {"virtual_stages_per_rank": 1, "sequence_chunks": 1}
     why = "on several node groups" if work.groups else "with micro_batch_shares"
+    plain = {"sequence_chunks": 1}
     if len(columns) > 1:
-        plain["expert_parallel_degree"] = 1
+        why = f"{why}, where replicas differ" if work.groups else why
+        plain |= {"virtual_stages_per_rank": 1, "expert_parallel_degree": 1}
     for field, value in plain.items():
         if getattr(layout, field) != value:
             raise UnsupportedError(f"{field} must be {value} {why}.", field=f"layout.{field}", mend=f"give {value}.")
-    if layout.schedule not in MIXED_SCHEDULES:
+    if not _takes_schedule(layout.schedule, columns):
         raise UnsupportedError(
             f"the schedule {layout.schedule!r} is not priced {why}.",
             field="layout.schedule",
@@ -157,6 +161,13 @@ def check_mixed(work: Workload, layout: Layout, columns: Sequence[Column]) -> No
             field="layout.zero_stage",
             mend="give 1.",
         )
+
+
+def _takes_schedule(name: str, columns: Sequence[Column]) -> bool:
+    """Replicas that are alike run any schedule with one copy of every stage and an order of its own."""
+    entry = find(name)
+    has_one_copy = entry.replica_ranks is no_copies
+    return name in MIXED_SCHEDULES or (len(columns) == 1 and has_one_copy and not entry.needs_durations)
 
 
 def shards_are_near(rows: Sequence[tuple[int, ...]], context: int, shards: int | None) -> bool:
@@ -203,7 +214,7 @@ class _Pricing:
     def column(self, column: Column) -> LayoutCosts:
         """A column: each of its pipeline ranks, and what is least of them."""
         ranks = tuple(self._rank(column, pipeline) for pipeline in range(self.layout.pipeline_parallel_degree))
-        links = tuple(self._boundary(column, stage) for stage in range(len(ranks) - 1))
+        links = self._boundaries(column)
         return replace(
             _least(ranks), work=self.work, micro_batches=column.micro_batches, ranks=ranks, boundary_links=links
         )
@@ -247,15 +258,23 @@ class _Pricing:
         names = ("data", "expert_data", "shard", "expert_shard", "copies")
         return replace(groups, **{name: replace(getattr(groups, name), links=links) for name in names})
 
-    def _boundary(self, column: Column, stage: int) -> Link:
-        """Equation (V4)."""
-        here, there = (self.groups[column.groups[each]] for each in (stage, stage + 1))
+    def _boundaries(self, column: Column) -> tuple[Link, ...]:
+        """Equation (V4): of `LayoutCosts.boundary_links`."""
+        ranks = self.layout.pipeline_parallel_degree
+        links = [self._link(column, rank, rank + 1) for rank in range(ranks - 1)]
+        if len(self.columns) == 1 and ranks > 2:
+            links.append(self._link(column, ranks - 1, 0))
+        return tuple(links)
+
+    def _link(self, column: Column, start: int, stop: int) -> Link:
+        """From one pipeline rank to another."""
+        here, there = (self.groups[column.groups[rank]] for rank in (start, stop))
         if here is not there:
             return _slowest([_network(each) for each in (here, there)])
         of, size = strides(self.layout), self.layout.context_parallel_degree * self.layout.tensor_parallel_degree
-        first = [of.rank(stage, data, 0, 0) for data in column.data_ranks]
-        ranks = [start + each for start in first for each in range(size)]
-        crosses = any(self.sites.domains[rank] != self.sites.domains[rank + of.pipeline] for rank in ranks)
+        first = [of.rank(start, data, 0, 0) for data in column.data_ranks]
+        ranks, far = [begin + each for begin in first for each in range(size)], (stop - start) * of.pipeline
+        crosses = any(self.sites.domains[rank] != self.sites.domains[rank + far] for rank in ranks)
         return here.inter_node if crosses and here.inter_node else here.intra_node
 
 

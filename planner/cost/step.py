@@ -78,7 +78,7 @@ def order_of(costs: LayoutCosts, actions: Sequence[Sequence[str]]) -> Schedule:
 def choose(costs: LayoutCosts, stage_map: StageMap) -> tuple[StageLayers, ...]:
     """The cost of every layer in its chosen mode; in a column, on the rank of its stage."""
     return tuple(
-        tuple((layer, costs.on_rank(index).layers[layer][mode]) for layer, mode in stage)
+        tuple((layer, costs.on_stage(index).layers[layer][mode]) for layer, mode in stage)
         for index, stage in enumerate(stage_map)
     )
 
@@ -94,7 +94,7 @@ def durations(costs: LayoutCosts, stages: Sequence[StageLayers], *, transfers: b
     backward_input = [b - w - r for b, w, r in zip(backward, weight, recompute, strict=True)]
     chunks, nothing = costs.layout.sequence_chunks, [0] * len(stages)
     is_joint = bool(boundaries and transfers)
-    waiting = [_waiting(costs.on_rank(s)) if is_joint else 0 for s in range(len(stages)) for _ in range(chunks)]
+    waiting = [_waiting(costs.on_stage(s)) if is_joint else 0 for s in range(len(stages)) for _ in range(chunks)]
     of_forward = [sum(cost.attention.forward_ticks for _, cost in stage) for stage in stages]
     of_backward = [sum(cost.attention.backward_ticks for _, cost in stage) for stage in stages]
     if chunks > 1:  # what recomputes before a chunk's backward lasts as its backward does

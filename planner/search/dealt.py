@@ -1,12 +1,8 @@
 """Stage maps that are dealt out by a rule instead of searched: several stages per rank, and split backwards.
 
-All layers recompute alike, in mode r; w(l) = f(l) + b(l, r):
+All layers recompute alike, in mode r; w(l) = f(l) + b(l, r); where ranks differ see `planner.search.dealt_on_groups`:
 
-    (E1)  start from the contiguous stages with the least sum over s of (sum of w over s)^2; of several such partitions
-          from the one whose later stages take more: then the ranks' stages of one round are alike, and the first
-          round, which fills the pipeline, is the shortest                                           -> even_sizes()
-    (E2)  as long as it makes the busiest rank less busy (or, at a tie, the sum of the ranks' squares smaller): take a
-          layer from one stage and give it to another, the stages between moving up by one             -> balanced()
+    (E1), (E2)  the rule by which the layers are dealt                                   -> planner.search.dealing
 
 Whatever the order, a rank runs nothing before its lowest stage has its first input, and all of its work after that:
 
@@ -36,14 +32,13 @@ from planner.schedule.entry import Shape
 from planner.schedule.in_flight import most_held
 from planner.schedule.rows import BACKWARD, Row
 from planner.search.bounds import first_chunk, host_room_bytes, room_bytes
+from planner.search.dealing import dealt_in_proportion, holders
 from planner.search.segments import LayerModes
 from planner.search.windows import Kinds
 
 _Sizes = NDArray[np.int64]
 
 
-_LATER = 1e-9
-"""By how much less a stage's square counts than that of the stage before: to choose among equals, above rounding."""
 _ROUNDS = 2
 """Micro-batches per rank of the short schedule that tells a long one's traits."""
 
@@ -206,7 +201,7 @@ class Uniform:
 
     def dealt(self, stage_ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Layers of every stage, as `deal` has them."""
-        return _dealt(self.proportions, stage_ranks)
+        return dealt_in_proportion((self.proportions,), (0,) * (max(stage_ranks) + 1), stage_ranks)
 
     def stage_map(self, sizes: Sequence[int]) -> StageMap:
         """Stages of so many layers."""
@@ -235,7 +230,7 @@ class Uniform:
             ends_low: the last rank ends with the full backward of its lowest stage.
             again: ticks that a micro-batch takes every rank besides.
         """
-        stages, (lowest, holds) = self._stages(sizes), _holders(ranks)
+        stages, (lowest, holds) = self.stages_of(sizes), holders(ranks)
         tails, first = stages.tail @ holds, stages.starts[lowest]
         work = stages.work @ holds if again is None else stages.work @ holds + again
         done = self._down[first] + self.micro_batches * work
@@ -248,16 +243,18 @@ class Uniform:
     def may_hold(self, sizes: tuple[int, ...], traits: Traits) -> bool:
         """False only if the first or the last rank overflows, on the device, without its receive buffers, or on the
         host."""
-        sums = self._stages(sizes)
-        for stages, units in traits.columns:
-            device = sums.ogp_bytes[stages].sum() + (units * sums.unit_bytes[stages]).sum()
-            if device + sums.temporary_bytes[stages].max() > self.room_bytes:
-                return False
-            if self.host_room_bytes is not None:
-                states, saved = sums.host_bytes
-                if states[stages].sum() + (units * saved[stages]).sum() > self.host_room_bytes:
-                    return False
-        return True
+        return all(self.may_hold_on(sizes, *each) for each in traits.columns)
+
+    def may_hold_on(self, sizes: tuple[int, ...], stages: _Sizes, units: _Sizes) -> bool:
+        """Likewise of a rank with these stages, which holds so many micro-batches of each."""
+        sums = self.stages_of(sizes)
+        device = sums.ogp_bytes[stages].sum() + (units * sums.unit_bytes[stages]).sum()
+        if device + sums.temporary_bytes[stages].max() > self.room_bytes:
+            return False
+        if self.host_room_bytes is None:
+            return True
+        states, saved = sums.host_bytes
+        return bool(states[stages].sum() + (units * saved[stages]).sum() <= self.host_room_bytes)
 
     def lacking_bytes(self, sizes: tuple[int, ...], ranks: tuple[int, ...], held: _Sizes) -> NDArray[np.float64]:
         """What every rank's device lacks at least, without its receive buffers; below zero where there is room.
@@ -267,14 +264,14 @@ class Uniform:
             ranks: pipeline rank of every stage.
             held: units of every stage that are held at once.
         """
-        sums, (_, holds) = self._stages(sizes), _holders(ranks)
+        sums, (_, holds) = self.stages_of(sizes), holders(ranks)
         largest = (sums.temporary_bytes[:, None] * holds).max(axis=0)
         lacking: NDArray[np.float64] = sums.ogp_bytes @ holds + largest - self.room_bytes
         return lacking + self.held_bytes(sizes, ranks, held)
 
     def held_bytes(self, sizes: tuple[int, ...], ranks: tuple[int, ...], held: _Sizes) -> NDArray[np.float64]:
         """Of that, what the units in flight take."""
-        taken: NDArray[np.float64] = (held * self._stages(sizes).unit_bytes) @ _holders(ranks)[1]
+        taken: NDArray[np.float64] = (held * self.stages_of(sizes).unit_bytes) @ holders(ranks)[1]
         return taken
 
     @cached_property
@@ -283,19 +280,19 @@ class Uniform:
         return np.concatenate([[0], np.cumsum(self.first_forward)])
 
     @cached_property
-    def _known_stages(self) -> dict[tuple[int, ...], _Stages]:
+    def _known_stages(self) -> dict[tuple[int, ...], Stages]:
         """By sizes: many orders have the same."""
         return {}
 
-    def _stages(self, sizes: tuple[int, ...]) -> _Stages:
+    def stages_of(self, sizes: tuple[int, ...]) -> Stages:
         """Sums over the layers of every stage."""
         if sizes not in self._known_stages:
-            self._known_stages[sizes] = _Stages.of(self, sizes)
+            self._known_stages[sizes] = Stages.of(self, sizes)
         return self._known_stages[sizes]
 
 
 @dataclass(frozen=True, slots=True)
-class _Stages:
+class Stages:
     """What layers of stages of some sizes add up to, by stage."""
 
     starts: NDArray[np.intp]
@@ -330,19 +327,6 @@ class _Stages:
         )
 
 
-def _starts(sizes: Sequence[int] | _Sizes) -> NDArray[np.intp]:
-    return np.concatenate([[0], np.cumsum(sizes)[:-1]])
-
-
-@lru_cache(maxsize=1024)
-def _holders(ranks: tuple[int, ...]) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
-    """Lowest stage of every rank, and whether a stage is a rank's, [stage, rank]."""
-    every = np.arange(max(ranks) + 1)
-    # Floats multiply faster, and hold whole ticks exactly as long as they are below 2^53.
-    holds = (np.array(ranks)[:, None] == every[None, :]).astype(np.float64)
-    return holds.argmax(axis=0), holds
-
-
 def ranks_of(costs: LayoutCosts) -> tuple[int, ...]:
     """Pipeline rank of every stage."""
     return stage_ranks(*_numbers(costs))
@@ -352,117 +336,3 @@ def ranks_of(costs: LayoutCosts) -> tuple[int, ...]:
 def stage_ranks(name: str, ranks: int, micro_batches: int, virtual_stages: int, chunks: int = 1) -> tuple[int, ...]:
     """Pipeline rank of every stage of a schedule of these numbers."""
     return find(name).stage_ranks(Shape(ranks, micro_batches, virtual_stages, chunks))
-
-
-def deal(work: tuple[int, ...], stage_ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """Layers of every stage by (E1) and (E2); only the proportions of the work count.
-
-    Args:
-        work: of every layer.
-        stage_ranks: pipeline rank of every stage.
-    """
-    unit = math.gcd(*work)
-    return _dealt(tuple(each // unit for each in work), stage_ranks) if unit > 1 else _dealt(work, stage_ranks)
-
-
-@lru_cache(maxsize=4096)
-def _dealt(work: tuple[int, ...], stage_ranks: tuple[int, ...]) -> tuple[int, ...]:
-    even = _evens(work).sizes(len(stage_ranks))
-    return tuple(balanced(np.array(work, dtype=np.int64), even, np.array(stage_ranks)).tolist())
-
-
-@lru_cache(maxsize=256)
-def _evens(work: tuple[int, ...]) -> _Evens:
-    return _Evens(np.array(work, dtype=np.int64))
-
-
-def even_sizes(work: _Sizes, stages: int) -> _Sizes:
-    """Layers of every stage of the contiguous partition whose stages' squares add up to least: equation (E1).
-
-    Args:
-        work: of every layer.
-        stages: at most as many as layers.
-    """
-    return _Evens(work).sizes(stages)
-
-
-class _Evens:
-    """The most even contiguous partitions of some layers, for any number of stages: (E1) by dynamic programming over
-    the stages, of which fewer stages are a part."""
-
-    def __init__(self, work: _Sizes) -> None:
-        total = np.concatenate([[0.0], np.cumsum(work / max(1, work.sum()))])
-        self._squares = np.square(total[None, 1:] - total[:-1, None])  # [first layer, last layer]
-        self._squares[np.tril_indices(len(work), -1)] = np.inf
-        self._least = self._squares[0]  # of so many stages, by the last layer
-        self._came = [np.zeros(len(work), dtype=np.intp)]  # first layer of the last stage
-
-    def sizes(self, stages: int) -> _Sizes:
-        """Layers of every stage."""
-        while len(self._came) < stages:
-            self._add_stage()
-        starts, stop = [], len(self._squares)
-        for came in reversed(self._came[:stages]):
-            starts.append(int(came[stop - 1]))
-            stop = starts[-1]
-        return np.diff(np.array([*reversed(starts), len(self._squares)]))
-
-    def _add_stage(self) -> None:
-        """The stages before hold a layer each at least."""
-        before = len(self._came)
-        cost = self._least[before - 1 : -1, None] + self._squares[before:, before:] * (1 - before * _LATER)
-        came = np.concatenate([np.zeros(before, dtype=np.intp), before + cost.argmin(axis=0)])
-        self._came.append(came)
-        self._least = np.concatenate([np.full(before, np.inf), cost.min(axis=0)])
-
-
-def balanced(work: _Sizes, sizes: _Sizes, stage_ranks: NDArray[np.intp]) -> _Sizes:
-    """Sizes whose busiest rank is less busy, moving one layer at a time: equation (E2)."""
-    _, holds = _holders(tuple(stage_ranks.tolist()))
-    sizes = np.array(sizes)
-    loads = np.add.reduceat(work, _starts(sizes)) @ holds
-    best = _best_of(loads[None, :])[1]
-    for _ in range(len(work)):
-        givers = np.flatnonzero((holds[:, loads.argmax()] > 0) & (sizes > 1))
-        others = loads + _changes(work, sizes, holds, givers)
-        if not len(others):
-            break
-        place, score = _best_of(others)
-        if score >= best:
-            break
-        best, loads = score, others[place]
-        giver, taker = divmod(place, len(sizes) - 1)
-        sizes[givers[giver]] -= 1
-        sizes[taker + (taker >= givers[giver])] += 1
-    return sizes
-
-
-def _changes(work: _Sizes, sizes: _Sizes, holds: NDArray[np.float64], givers: NDArray[np.intp]) -> NDArray[np.float64]:
-    """What the ranks' loads change by when one of these stages gives a layer to another stage, every pair of them.
-
-    Every stage between passes a layer on: to the next its last, or to the one before its first.
-    """
-    stops = np.cumsum(sizes)
-    first, last = work[stops - sizes], work[stops - 1]
-    before, behind = np.roll(last, 1), np.roll(first, -1)
-    onwards = np.cumsum((before - last)[:, None] * holds, axis=0)
-    backwards = np.cumsum((behind - first)[:, None] * holds, axis=0)
-    to_later = (before[:, None] * holds + np.roll(onwards, 1, axis=0))[None] - (
-        last[givers, None] * holds[givers] + onwards[givers]
-    )[:, None]
-    to_earlier = (behind[:, None] * holds - backwards)[None] + (
-        np.roll(backwards, 1, axis=0)[givers] - first[givers, None] * holds[givers]
-    )[:, None]
-    stages = np.arange(len(sizes))[None, :]
-    changes = np.where((stages > givers[:, None])[:, :, None], to_later, to_earlier)
-    pairs: NDArray[np.float64] = changes[stages != givers[:, None]]
-    return pairs
-
-
-def _best_of(loads: NDArray[np.float64]) -> tuple[int, tuple[float, float]]:
-    """The first of the rows whose (busiest rank, sum of squares) is least, and these."""
-    busiest = loads.max(axis=1)
-    rows = np.flatnonzero(busiest == busiest.min())
-    squares = np.square(loads[rows]).sum(axis=1)
-    place = int(squares.argmin())
-    return int(rows[place]), (float(busiest.min()), float(squares[place]))

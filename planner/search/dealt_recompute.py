@@ -33,7 +33,8 @@ from planner.errors import UnsupportedError
 from planner.schedule import Schedule, find
 from planner.schedule.in_flight import in_flight_vectors
 from planner.search.bounds import trades
-from planner.search.dealt import Traits, Uniform, deal
+from planner.search.dealing import deal
+from planner.search.dealt import Traits, Uniform
 from planner.search.first_gradient import FirstGradients
 from planner.search.inside import NO_LIMIT
 from planner.search.recompute import Held, fewest_ticks, kind_of

@@ -22,7 +22,8 @@ from planner.errors import LayoutError, MismatchError
 from planner.schedule import Requirement, Schedule, canonical_name, find, requirements
 from planner.search.bounds import BOUNDED
 from planner.search.contenders import Contest
-from planner.search.dealt import Uniform, deal, ranks_of
+from planner.search.dealt import Uniform, ranks_of
+from planner.search.dealt_on_groups import alike
 from planner.search.dealt_recompute import PerLayer, check_per_layer, fewest_modes
 from planner.search.explain import (
     alternatives,
@@ -264,8 +265,8 @@ def predict(
     _check_stages(layout, costs)
     if plain.schedule == SYNTHESIZED:
         check_synthesis(costs)
-        alike = Unordered(costs, Uniform.of(costs, uniform_modes(costs, plain.recompute)))
-        found = given_order(alike, layout.layers_per_stage)
+        unordered = Unordered(costs, Uniform.of(costs, uniform_modes(costs, plain.recompute)))
+        found = given_order(unordered, layout.layers_per_stage)
         return _forecast(costs, found.stage_map, found.schedule, actions=found.schedule.to_text())
     _check_full_backwards(costs)
     return _forecast(costs, _stage_map(costs, layout.layers_per_stage), schedule_of(costs))
@@ -354,8 +355,8 @@ def _given(costs: LayoutCosts, counts: Sequence[int]) -> StageMap:
 def _alike(costs: LayoutCosts, counts: Sequence[int] | None) -> StageMap:
     """Given or dealt numbers of layers, all recomputed as the layout says, as the search has them for this schedule."""
     modes = uniform_modes(costs, costs.layout.recompute)
-    layers = Uniform.of(costs, modes)
-    return layers.stage_map(counts or deal(layers.work, ranks_of(costs)))
+    layers = alike(costs, modes)
+    return layers.stage_map(counts or layers.dealt(ranks_of(costs)))
 
 
 def _fewest(costs: LayoutCosts, counts: Sequence[int] | None) -> StageMap:

@@ -43,7 +43,8 @@ from planner.schedule.order_problem import OrderProblem
 from planner.schedule.room import Room
 from planner.schedule.synthesize import MOST_ACTIONS, Synthesis, best_known, best_order, best_shape
 from planner.schedule.synthesized import NAME
-from planner.search.dealt import Traits, Uniform, deal
+from planner.search.dealing import deal
+from planner.search.dealt import Traits, Uniform
 from planner.search.inside import NO_LIMIT
 from planner.search.result import Candidate
 

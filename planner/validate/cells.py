@@ -11,6 +11,7 @@ with equal shares, all cells are priced alike, by the communicators of all stage
           domain is one of any of them, and the links are the slowest                               -> Cells.prices()
     (H4)  from one stage to the next: inside a node group its link, between domains if any of the column's ranks
           crosses one; from group to group the slower of their links between domains               -> Cells.boundaries()
+          with several stages per rank on one node group, the slowest link between neighbouring ranks for all of them
     (H5)  gradients of tied parameters: the slowest link between domains of all groups
 """
 
@@ -82,40 +83,39 @@ class Cells:
         """Of all columns at a pipeline rank."""
         return tuple(self.prices(column, rank) for column in self.columns)
 
-    def boundaries(self, column: Column) -> tuple[Link, ...]:
+    def boundaries(self, column: Column, stage_ranks: Sequence[int]) -> tuple[Link, ...]:
         """Per stage boundary: the link that the column's slowest transfer takes: equation (H4).
 
-        With several stages per rank every boundary is held to the slowest link between neighbouring pipeline ranks.
+        Args:
+            column: whose ranks send.
+            stage_ranks: pipeline rank of every stage.
         """
-        first = column.data_ranks[0]
-        if first not in self._links:
-            self._links[first] = tuple(self._boundaries(column))
-        return self._links[first]
-
-    def _boundaries(self, column: Column) -> list[Link]:
         layout, used = self.facts.layout, self.facts.groups
-        crossed = self._crossed(column)
+        if len(set(column.groups)) > 1:
+            return tuple(self._link(column, *ranks) for ranks in pairwise(stage_ranks))
         if layout.virtual_stages_per_rank > 1:
-            links = used[column.groups[0]].links
-            count = layout.pipeline_parallel_degree * layout.virtual_stages_per_rank - 1
-            return [links.inter_node if any(crossed) else links.intra_node] * count
-        found = []
-        for rank, is_crossed in enumerate(crossed):
-            ends = [used[group].links for group in column.groups[rank : rank + 2]]
-            found.append(slowest(pair.inter_node for pair in ends) if is_crossed else ends[0].intra_node)
-        return found
+            links, ranks = used[column.groups[0]].links, pairwise(self._ranks)
+            is_crossed = any(self._is_crossed(column, *pair) for pair in ranks)
+            return (links.inter_node if is_crossed else links.intra_node,) * (len(stage_ranks) - 1)
+        return tuple(self._link(column, *ranks) for ranks in pairwise(self._ranks))
 
-    def _crossed(self, column: Column) -> list[bool]:
-        """Per pipeline rank but the last: does any rank of the column send to another domain?"""
+    def _link(self, column: Column, here: int, there: int) -> Link:
+        """That the transfers from one pipeline rank to another take."""
+        key = (column.data_ranks[0], here, there)
+        if key not in self._links:
+            ends = [self.facts.groups[column.groups[rank]].links for rank in (here, there)]
+            is_crossed = self._is_crossed(column, here, there)
+            self._links[key] = slowest(pair.inter_node for pair in ends) if is_crossed else ends[0].intra_node
+        return self._links[key]
+
+    def _is_crossed(self, column: Column, here: int, there: int) -> bool:
+        """Does any of the column's ranks at one pipeline rank send to another domain, to get to the other one?"""
         own = frozenset(column.data_ranks)
-        peers = [
+        start, stop = (
             {(row.data, row.tensor, row.context): self._domains[row.rank] for row in self._at[rank]}
-            for rank in self._ranks
-        ]
-        return [
-            any(there[peer] != domain for peer, domain in here.items() if peer[0] in own)
-            for here, there in pairwise(peers)
-        ]
+            for rank in (here, there)
+        )
+        return any(stop[peer] != domain for peer, domain in start.items() if peer[0] in own)
 
     def _site(self, group: int, groups: frozenset[int], near: Mapping[str, Spread], far: Mapping[str, Spread]) -> Site:
         own, shared = self.facts.groups[group], self._slowest(groups)
@@ -180,6 +180,6 @@ class Cells:
         return {}
 
     @cached_property
-    def _links(self) -> dict[int, tuple[Link, ...]]:
-        """Boundaries by a column's first replica."""
+    def _links(self) -> dict[tuple[int, int, int], Link]:
+        """By a column's first replica, and the pipeline ranks at both ends."""
         return {}

@@ -135,7 +135,8 @@ class Pipeline:
 
     def _stage_times(self, *, transfers: bool = True) -> list[StageTimes]:
         """Equation (S1); without transfers, the half exchange of every forward and backward is left out too."""
-        links, found = self.cells.boundaries(self.column), []
+        stage_ranks = [self._owners[stage] for stage in range(len(self.stage_map))]
+        links, found = self.cells.boundaries(self.column, stage_ranks), []
         for stage, layers in enumerate(self.stage_map):
             prices = self._prices(self._owners[stage])
             sends = transfers and stage < len(links)

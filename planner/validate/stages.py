@@ -60,18 +60,21 @@ def check_batch(where: str, layout: Layout, micro_batches: int, facts: Facts, fi
 
 
 def check_differences(plan: Plan, facts: Facts, findings: Findings) -> None:
-    """Devices that differ run simple schedules, and replicas that differ exchange nothing for every micro-batch."""
+    """Replicas that differ run simple schedules, and exchange nothing for every micro-batch; devices that differ run an
+    order that follows from its name, of whole sequences."""
     if findings.problems:
         return
     layout, columns = plan.layout, len(Cells(facts).columns)
     if len(facts.groups) > 1 or columns > 1:
         where = f"{len(facts.groups)} node group(s), {columns} kind(s) of replicas"
-        if layout.schedule not in ("gpipe", "1f1b"):
+        if columns > 1 and layout.schedule not in ("gpipe", "1f1b"):
             findings.wrong("layout.schedule", f"{layout.schedule} does not run on {where}, only gpipe and 1f1b.")
-        findings.equal(f"layout.virtual_stages_per_rank on {where}", layout.virtual_stages_per_rank, 1)
+        if layout.schedule == "synthesized":
+            findings.wrong("layout.schedule", f"an order is not made for stages on {where}.")
         findings.equal(f"layout.sequence_chunks on {where}", layout.sequence_chunks, 1)
         _check_near_shards(plan, facts, findings)
     if columns > 1:
+        findings.equal(f"layout.virtual_stages_per_rank on {where}", layout.virtual_stages_per_rank, 1)
         if layout.zero_stage > 1:
             findings.wrong("layout.zero_stage", f"ZeRO {layout.zero_stage} does not run on {where}, only 0 and 1.")
         findings.equal(f"layout.expert_parallel_degree on {where}", layout.expert_parallel_degree, 1)

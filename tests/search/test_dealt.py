@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise
+from collections.abc import Sequence
+from itertools import combinations, pairwise, permutations
 
 import numpy as np
 import pytest
@@ -14,11 +15,9 @@ from planner.errors import LayoutError
 from planner.schedule import ActionKind, build, find
 from planner.schedule.in_flight import in_flight_vectors
 from planner.search.bounds import Totals, any_order_bound
+from planner.search.dealing import balanced, deal, deal_among, even_sizes
 from planner.search.dealt import (
     Uniform,
-    balanced,
-    deal,
-    even_sizes,
     layout_schedule,
     layout_traits,
     ranks_of,
@@ -38,7 +37,7 @@ def test_even_sizes_have_the_least_squares(work: list[int], data: st.DataObject)
     stages = data.draw(st.integers(1, len(work)))
     cuts = combinations(range(1, len(work)), stages - 1)
     least = min(sum(sum(work[start:stop]) ** 2 for start, stop in pairwise((0, *each, len(work)))) for each in cuts)
-    sizes = even_sizes(np.array(work), stages).tolist()
+    sizes = even_sizes(np.array([work]), (0,) * stages).tolist()
     stops = np.cumsum(sizes).tolist()
     assert sum(sum(work[start:stop]) ** 2 for start, stop in pairwise((0, *stops))) == least
 
@@ -48,8 +47,8 @@ def test_balancing_never_makes_a_rank_busier(work: list[int], stage_ranks: tuple
     """(E2): every stage keeps a layer, none is lost, and the busiest rank has no more to do than before."""
     if len(work) < len(stage_ranks):
         return
-    even = even_sizes(np.array(work), len(stage_ranks))
-    sizes = balanced(np.array(work), even, np.array(stage_ranks))
+    even = even_sizes(np.array([work]), (0,) * len(stage_ranks))
+    sizes = balanced(np.array([work] * len(stage_ranks)), even, np.array(stage_ranks))
     assert sizes.min() >= 1
     assert sizes.sum() == len(work)
     assert busiest(work, sizes.tolist(), stage_ranks) <= busiest(work, even.tolist(), stage_ranks)
@@ -62,6 +61,41 @@ def busiest(work: list[int], sizes: list[int], stage_ranks: tuple[int, ...]) -> 
     return max(
         sum(load for load, rank in zip(loads, stage_ranks, strict=True) if rank == each) for each in set(stage_ranks)
     )
+
+
+@given(WORK, WORK, st.sampled_from([(0, 1), (1, 0)]), st.sampled_from([(0, 1, 0, 1), (0, 1, 1, 0)]))
+def test_every_layer_lasts_as_on_its_own_device(
+    fast: list[int], slow: list[int], devices: tuple[int, int], ranks: tuple[int, ...]
+) -> None:
+    """(E1) and (E2) on two kinds of devices: at first the sum of the squares, each by the device's own work of all
+    layers, is least; at last no layer that the busiest rank gives away makes the ranks less busy."""
+    works = tuple(zip(*zip(fast, slow, strict=False), strict=True))
+    if len(works[0]) < len(ranks):
+        return
+    kinds, whole = [devices[rank] for rank in ranks], [sum(work) for work in works]
+
+    def ticks(sizes: Sequence[int]) -> list[int]:
+        stops = np.cumsum(sizes).tolist()
+        return [sum(works[kind][start:stop]) for kind, (start, stop) in zip(kinds, pairwise((0, *stops)), strict=True)]
+
+    def squares(sizes: Sequence[int]) -> float:
+        return sum(each**2 / whole[kind] for kind, each in zip(kinds, ticks(sizes), strict=True))
+
+    def loads(sizes: Sequence[int]) -> list[int]:
+        return [sum(each for each, rank in zip(ticks(sizes), ranks, strict=True) if rank == one) for one in (0, 1)]
+
+    cuts = combinations(range(1, len(works[0])), len(ranks) - 1)
+    every = [tuple(stop - start for start, stop in pairwise((0, *each, len(works[0])))) for each in cuts]
+    even = even_sizes(np.array(works), kinds).tolist()
+    assert squares(even) == pytest.approx(min(map(squares, every)))
+    sizes = deal_among(works, devices, ranks)
+    busiest_rank = loads(sizes).index(max(loads(sizes)))
+    moved = [
+        [size + (place == taker) - (place == giver) for place, size in enumerate(sizes)]
+        for giver, taker in permutations(range(len(ranks)), 2)
+        if sizes[giver] > 1 and ranks[giver] == busiest_rank
+    ]
+    assert max(loads(sizes)) <= min(max(loads(other)) for other in [even, *moved])
 
 
 def test_heavy_head_is_balanced_by_the_other_stage_of_its_rank() -> None:

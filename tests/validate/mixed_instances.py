@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from planner.spec import Cluster, Layout, ModelProfile, NodeGroup
 from planner.spec.cluster import ScaleUp
 from planner.spec.layout import PredictionLayout
+from planner.validate.schedules import RULES
 from tests.builders import job, link
 from tests.validate.instances import Given, models
 from tests.validate.mixed import as_counted, devices_of, group, placed
+from tests.validate.schedules import TOLD, numbers
 
 _FAST, _SLOW = 1.0e12 + 39, 1.0e7 + 19
 """Bytes per second; primes, so that no rounding stands on its edge."""
@@ -21,29 +23,30 @@ _FAST, _SLOW = 1.0e12 + 39, 1.0e7 + 19
 @st.composite
 def node_groups(draw: st.DrawFn, cell: int, *, alike: bool) -> tuple[NodeGroup, ...]:
     """Up to three groups, whose devices are whole cells."""
-    found = []
-    for slower in draw(st.lists(st.sampled_from((1.0, 1.7, 3.1)), min_size=1, max_size=3)):
-        nodes, devices = draw(st.sampled_from([one for one in _SHAPES if one[0] * one[1] % cell == 0]))
-        domain = draw(st.sampled_from((None, 2, 8)))
-        speed = 1.0 if alike else slower
-        one = group(
-            speed,
-            nodes=nodes,
-            devices=devices,
-            intra=draw(st.none() | st.builds(link, st.sampled_from((_FAST, 1.0e8 + 7)), st.sampled_from((0.0, 1e-6)))),
-            inter=draw(st.none() | st.builds(link, st.sampled_from((1.0e10 + 19, _SLOW)), st.just(5e-6))),
-            peak_flops_per_second={"bf16": (1.0e9 + 7) / speed},
-            memory_bandwidth_bytes_per_second=(1.0e9 + 7) / speed,
-            host_bandwidth_bytes_per_second=1.0e9 + 21,
-            network_bandwidth_bytes_per_second=1.0e9 + 9,
-            memory_bytes=draw(st.sampled_from((10**10, 10**10 + 5000))),
-            allocation_overhead=draw(st.sampled_from((0.0, 0.07))),
-            reserved_bytes=draw(st.sampled_from((None, 1000))),
-            scale_up=domain
-            and ScaleUp(topology="switch", domain_devices=domain, bandwidth_bytes_per_second=1.0e11 + 3),
-        )
-        found.append(one)
-    return tuple(found)
+    shapes = [one for one in _SHAPES if one[0] * one[1] % cell == 0]
+    count = draw(st.integers(1, 3))
+    return tuple(draw(_node_group(*draw(st.sampled_from(shapes)), alike=alike)) for _ in range(count))
+
+
+@st.composite
+def _node_group(draw: st.DrawFn, nodes: int, devices: int, *, alike: bool) -> NodeGroup:
+    domain, slower = draw(st.sampled_from((None, 2, 8))), draw(st.sampled_from((1.0, 1.7, 3.1)))
+    speed = 1.0 if alike else slower
+    return group(
+        speed,
+        nodes=nodes,
+        devices=devices,
+        intra=draw(st.none() | st.builds(link, st.sampled_from((_FAST, 1.0e8 + 7)), st.sampled_from((0.0, 1e-6)))),
+        inter=draw(st.none() | st.builds(link, st.sampled_from((1.0e10 + 19, _SLOW)), st.just(5e-6))),
+        peak_flops_per_second={"bf16": (1.0e9 + 7) / speed},
+        memory_bandwidth_bytes_per_second=(1.0e9 + 7) / speed,
+        host_bandwidth_bytes_per_second=1.0e9 + 21,
+        network_bandwidth_bytes_per_second=1.0e9 + 9,
+        memory_bytes=draw(st.sampled_from((10**10, 10**10 + 5000))),
+        allocation_overhead=draw(st.sampled_from((0.0, 0.07))),
+        reserved_bytes=draw(st.sampled_from((None, 1000))),
+        scale_up=domain and ScaleUp(topology="switch", domain_devices=domain, bandwidth_bytes_per_second=1.0e11 + 3),
+    )
 
 
 _SHAPES = ((1, 1), (1, 2), (2, 1), (1, 3), (1, 4), (2, 2), (3, 2), (2, 4))
@@ -73,6 +76,38 @@ def mixed_layouts(draw: st.DrawFn) -> Given:
         micro_batch_shares=shares,
         recompute=draw(st.sampled_from(("none", "selective", "full", "per-layer"))),
     )
+    return draw(_given(simple, groups, micro_batches, alike=alike))
+
+
+@st.composite
+def layouts_of_alike_replicas(draw: st.DrawFn) -> Given:
+    """A whole number of stages on each of two or three node groups, under any schedule."""
+    tensor, context = draw(st.sampled_from(((1, 1), (1, 1), (2, 1), (1, 2))))
+    name, alike, data = draw(st.sampled_from(TOLD)), draw(st.booleans()), draw(st.integers(1, 2))
+    shape = draw(
+        st.sampled_from([one for one in numbers(name) if one.ranks > 1 and one.sequence_chunks == 1 and one.units < 99])
+    )
+    first = draw(st.integers(1, shape.ranks - 1))
+    second = draw(st.sampled_from(sorted({1, shape.ranks - first})))
+    ranks = [each for each in (first, second, shape.ranks - first - second) if each]
+    groups = tuple(draw(_node_group(each, data * tensor * context, alike=alike)) for each in ranks)
+    words = ("none", "selective", "full", *(("per-layer",) if name in ("gpipe", "1f1b") else ()))
+    simple = Layout(
+        data_parallel_degree=data,
+        tensor_parallel_degree=tensor,
+        pipeline_parallel_degree=shape.ranks,
+        context_parallel_degree=context,
+        virtual_stages_per_rank=shape.virtual_stages,
+        micro_batch_size=draw(st.integers(1, 2)),
+        schedule=name,
+        recompute="none" if RULES[name].recomputes_ahead else draw(st.sampled_from(words)),
+    )
+    return draw(_given(simple, groups, data * shape.micro_batches, alike=alike))
+
+
+@st.composite
+def _given(draw: st.DrawFn, simple: Layout, groups: tuple[NodeGroup, ...], micro_batches: int, *, alike: bool) -> Given:
+    """With ZeRO and experts, a model and its cuts."""
     layout = draw(_sharded(simple, groups))
     model = draw(models(layout))
     step = job(
@@ -80,7 +115,8 @@ def mixed_layouts(draw: st.DrawFn) -> Given:
         optimizer=draw(st.sampled_from(("sgd", "adam", "adafactor", "adam-8bit"))),
         precision=draw(st.sampled_from(("bf16", "bf16-mixed"))),
     )
-    cuts = st.sets(st.integers(1, len(model.layers) - 1), min_size=pipeline - 1, max_size=pipeline - 1)
+    stages = layout.pipeline_parallel_degree * layout.virtual_stages_per_rank
+    cuts = st.sets(st.integers(1, len(model.layers) - 1), min_size=stages - 1, max_size=stages - 1)
     counts = tuple(stop - start for start, stop in pairwise((0, *sorted(draw(cuts)), len(model.layers))))
     profile = _of(model, groups, alike=alike)
     assume(alike or any(row.forward_flops for one in profile.layers for row in one.measurements))

@@ -16,7 +16,7 @@ from planner.spec.document import parse
 from planner.validate import check
 from tests.builders import request
 from tests.validate.instances import Given, given_layouts
-from tests.validate.mixed_instances import mixed_layouts
+from tests.validate.mixed_instances import layouts_of_alike_replicas, mixed_layouts
 
 UNTOLD = {("search", "seconds"), *(("search", f"layouts_{what}") for what in ("considered", "pruned", "solved"))}
 """Numbers that tell how the search went, which only it knows."""
@@ -66,8 +66,15 @@ def test_plans_on_groups_that_differ_hold(instance: Given) -> None:
     assert check(planned(instance), instance.profile).problems == ()
 
 
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(layouts_of_alike_replicas())
+def test_plans_of_alike_replicas_on_groups_that_differ_hold(instance: Given) -> None:
+    """Every schedule, several stages per rank, split backwards: every number is the recomputed one."""
+    assert check(planned(instance), instance.profile).problems == ()
+
+
 @settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(given_layouts() | mixed_layouts(), st.data())
+@given(given_layouts() | mixed_layouts() | layouts_of_alike_replicas(), st.data())
 def test_no_number_can_be_changed(instance: Given, data: st.DataObject) -> None:
     """One number of a plan, drawn from all of them, is changed: the check finds it, or the plan cannot be read."""
     found = planned(instance)

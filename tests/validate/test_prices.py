@@ -29,7 +29,7 @@ from tests.brute_force import facts, layouts, stage_maps
 from tests.builders import device, link
 from tests.strategies import Instance, instances
 from tests.validate.instances import Given, given_layouts
-from tests.validate.mixed_instances import mixed_layouts
+from tests.validate.mixed_instances import layouts_of_alike_replicas, mixed_layouts
 
 amounts = st.integers(0, 10**12)
 operations = st.builds(
@@ -147,7 +147,7 @@ def test_predictions_agree(instance: Instance, zero: int, data: st.DataObject) -
 
 
 @settings(max_examples=60)
-@given(given_layouts() | mixed_layouts(), steps)
+@given(given_layouts() | mixed_layouts() | layouts_of_alike_replicas(), steps)
 def test_predictions_agree_under_fitted_constants(instance: Given, constants: Constants) -> None:
     """Of every dimension and schedule too, with host time per exchange, collective and step, and allocated bytes."""
     layout = Layout.model_validate(instance.layout.model_dump(exclude={"layers_per_stage"}))
