@@ -1,0 +1,207 @@
+"""A Python file that makes Colossal-AI's HybridParallelPlugin.
+
+Every argument was found in colossalai/booster/plugin/hybrid_parallel_plugin.py. Three things of that code are not what
+its documentation says, and the file is written around them:
+
+- `PipelineStageManager.__init__` wants ``num_layers_per_stage`` to have one number per pipeline rank, where
+  `get_stage_index` takes one per virtual stage, in the order of the model: such a list is set once the plugin is made.
+- `PipelineGradientCheckpointConfig` is read with a stage manager, which there is none of without pipeline parallelism.
+- its list is read at ``rank + chunk * ranks``: in the order of the model for interleaved stages.
+
+Numbers of layers are numbers of blocks: the embedding goes with the first stage, the head with the last.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from planner.export.runtime import Runtime, whole_block_recompute, whole_model_recompute
+from planner.export.target import Export, Target, header, refuse
+from planner.export.transformer import Transformer
+from planner.spec import Plan
+from planner.spec.profile import RecomputeMode
+
+_VERSION = "0.5.0, commit 4f9953b, April 2026"
+_COLOSSALAI = Runtime(
+    name="Colossal-AI",
+    # No pure bf16: HybridParallelAMPOptimizer keeps fp32 copies of all that is not fp32.
+    precisions={"bf16-mixed": "bf16", "fp16-mixed": "fp16", "fp32": "fp32"},
+    optimizers={name: name for name in ("adamw", "adam", "sgd", "momentum")},
+    schedules={"1f1b": "1f1b", "interleaved-1f1b": "interleaved"},
+    zero_stages=(0, 1, 2),
+    rank_orders=("tp-cp-dp-pp", "tp-cp-pp-dp"),
+    context_parallel=True,
+    optimizer_offload=True,
+)
+
+
+def write(plan: Plan) -> Export:
+    """The plugin's arguments, in a function that is called once torch.distributed runs."""
+    blocks = _COLOSSALAI.transformer(plan)
+    _check_zero(plan)
+    _check_sequence(plan)
+    arguments, warnings = _arguments(plan, blocks)
+    text = header(plan, _COLOSSALAI.name, _VERSION, warnings) + _python(plan, blocks, arguments)
+    return Export(text, tuple(warnings))
+
+
+def _check_zero(plan: Plan) -> None:
+    layout = plan.layout
+    if layout.zero_stage == 2 and layout.pipeline_parallel_degree > 1:
+        refuse(
+            _COLOSSALAI.name,
+            "takes ZeRO up to stage 1 beside pipeline parallelism, the plan has stage 2",
+            field="layout.zero_stage",
+            mend="plan with --fix zero_stage=0,1",
+        )
+    if layout.zero_stage and plan.request.job.precision == "fp32":
+        refuse(
+            _COLOSSALAI.name,
+            f"takes ZeRO in half precision only, the plan has stage {layout.zero_stage} in fp32",
+            field="layout.zero_stage",
+            mend="plan with --fix zero_stage=0",
+        )
+    if layout.optimizer_offload and not layout.zero_stage:
+        refuse(
+            _COLOSSALAI.name,
+            "offloads the states of ZeRO's optimizer only, the plan has zero_stage 0",
+            field="layout.optimizer_offload",
+            mend="plan with --fix optimizer_offload=false, or with --fix zero_stage=1",
+        )
+
+
+def _check_sequence(plan: Plan) -> None:
+    """Its sequence parallelism has one mode at a time."""
+    if plan.layout.sequence_parallel and plan.layout.context_parallel_degree > 1:
+        refuse(
+            _COLOSSALAI.name,
+            "splits sequences over tensor-parallel ranks or over a group of their own, and the plan over both",
+            field="layout.sequence_parallel",
+            mend="plan with --fix sequence_parallel=false, or with --fix context_parallel_degree=1",
+        )
+
+
+def _arguments(plan: Plan, blocks: Transformer) -> tuple[dict[str, object], list[str]]:
+    """Of the plugin, and what is told of them."""
+    layout = plan.layout
+    arguments: dict[str, object] = {
+        "tp_size": layout.tensor_parallel_degree,
+        "pp_size": layout.pipeline_parallel_degree,
+        "precision": _COLOSSALAI.precision(plan),
+        "zero_stage": layout.zero_stage,
+        "cpu_offload": layout.optimizer_offload,
+        "dp_outside": layout.rank_order == "tp-cp-pp-dp",
+        "enable_flash_attention": True,
+    }
+    warnings = []
+    if layout.sequence_parallel:
+        arguments |= {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "split_gather"}
+    if layout.context_parallel_degree > 1:
+        arguments |= {
+            "enable_sequence_parallelism": True,
+            "sequence_parallelism_mode": "ring_attn",
+            "sp_size": layout.context_parallel_degree,
+        }
+        warnings.append(
+            "Colossal-AI passes keys and values around a ring, in zigzag order, where the plan gathers them."
+        )
+    if layout.pipeline_parallel_degree > 1:
+        arguments |= _pipeline(plan, blocks)
+        warnings += [*whole_block_recompute(blocks, _COLOSSALAI.name), *_moved(blocks)]
+    else:
+        warnings += whole_model_recompute(blocks, _COLOSSALAI.name)[1]
+    return arguments, warnings
+
+
+def _pipeline(plan: Plan, blocks: Transformer) -> dict[str, object]:
+    layout = plan.layout
+    arguments: dict[str, object] = {
+        "pp_style": _COLOSSALAI.schedule(plan),
+        "num_microbatches": plan.micro_batches,
+        "num_model_chunks": layout.virtual_stages_per_rank,
+    }
+    if layout.virtual_stages_per_rank == 1:
+        arguments["num_layers_per_stage"] = [stage.blocks for stage in blocks.stages]
+    if _recomputes(blocks):
+        counts = [len(_recomputed(stage.recompute)) for stage in blocks.stages]
+        arguments["gradient_checkpoint_config"] = _Code(
+            f"PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage={counts})"
+        )
+    return arguments
+
+
+def _recomputes(blocks: Transformer) -> bool:
+    return any(_recomputed(stage.recompute) for stage in blocks.stages)
+
+
+def _recomputed(modes: tuple[RecomputeMode, ...]) -> list[int]:
+    return [number for number, mode in enumerate(modes) if mode != "none"]
+
+
+def _moved(blocks: Transformer) -> Iterator[str]:
+    """Of a stage's blocks the first recompute, whichever the plan chose."""
+    if any((found := _recomputed(stage.recompute)) != list(range(len(found))) for stage in blocks.stages):
+        yield (
+            "Colossal-AI recomputes the first blocks of a stage, as many as planned; the plan chose others, which is "
+            "the same where all blocks are alike."
+        )
+
+
+class _Code(str):
+    """Written into the file as it is, without quotes."""
+
+    __slots__ = ()
+
+
+def _written(value: object) -> str:
+    return json.dumps(value) if isinstance(value, str) and not isinstance(value, _Code) else str(value)
+
+
+def _python(plan: Plan, blocks: Transformer, arguments: dict[str, object]) -> str:
+    layout, job = plan.layout, plan.request.job
+    is_piped = layout.pipeline_parallel_degree > 1
+    imports = ["from colossalai.booster.plugin import HybridParallelPlugin"]
+    if "gradient_checkpoint_config" in arguments:
+        imports.append("from colossalai.shardformer import PipelineGradientCheckpointConfig")
+    per, steps = ("step", 1) if is_piped else ("backward", plan.micro_batches)
+    # HybridParallelPlugin.no_sync raises with ZeRO 2, whose gradients are scattered by every backward.
+    unsynced = "none" if layout.zero_stage == 2 else "all but the last"
+    batch = layout.micro_batch_size * plan.micro_batches // steps
+    optimizer = "colossalai.nn.optimizer.HybridAdam" if layout.optimizer_offload else _COLOSSALAI.optimizer(plan)
+    return f"""
+{chr(10).join(imports)}
+
+BATCH_SIZE = {batch}  # samples of one data-parallel rank per {per}
+ACCUMULATION_STEPS = {steps}  # backwards per optimizer step, {unsynced} under booster.no_sync
+SEQUENCE_LENGTH = {job.sequence_length}
+RECOMPUTES = {_recomputes(blocks)}  # whether to call model.gradient_checkpointing_enable() before booster.boost
+# The optimizer is yours: {optimizer}.
+
+
+def plugin() -> HybridParallelPlugin:
+    \"\"\"For {layout.devices} ranks, once colossalai.launch_from_torch() was called.\"\"\"
+    made = HybridParallelPlugin(
+{"".join(f"        {name}={_written(value)},{chr(10)}" for name, value in arguments.items())}    )
+{_virtual_stages(plan, blocks)}    return made
+"""
+
+
+def _virtual_stages(plan: Plan, blocks: Transformer) -> str:
+    if plan.layout.virtual_stages_per_rank == 1:
+        return ""
+    sizes = [stage.blocks for stage in blocks.stages]
+    return f"""\
+    # One number per virtual stage, in the order of the model: the constructor takes one per rank only.
+    made.stage_manager.num_layers_per_stage = {sizes}
+"""
+
+
+TARGET = Target(
+    name="colossalai",
+    title="a HybridParallelPlugin in Python, for Colossal-AI",
+    version=_VERSION,
+    suffix=".py",
+    media_type="text/x-python",
+    write=write,
+)
