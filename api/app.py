@@ -13,7 +13,9 @@ import planner
 from api import pages, problems
 from api.dependencies import Services
 from api.documents import ProblemDocument
+from api.guard import Guard
 from api.jobs import Jobs
+from api.keys import keys_of
 from api.metrics import Metrics
 from api.middleware import BodyLimit, RequestContext
 from api.profiles import Profiles
@@ -35,15 +37,17 @@ def create_app(settings: Settings | None = None, *, work: Work | None = None) ->
         generate_unique_id_function=_operation_id,
         separate_input_output_schemas=False,
         responses=problems.RESPONSES,
+        root_path=settings.root_path,
     )
     app.state.metrics = Metrics()
-    problems.install(app)
+    problems.install(app, pages.problem_page)
     for routes in (profiles, plans, jobs, predictions, measurements, catalogue, exports, health):
         app.include_router(routes.router)
     app.include_router(pages.router)
     app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
+    app.add_middleware(Guard, keys=keys_of(settings.keys_file, settings.keys))
     app.add_middleware(RequestContext)
-    _describe_problems(app)
+    _complete_description(app)
     return app
 
 
@@ -75,16 +79,18 @@ def _operation_id(route: APIRoute) -> str:
     return route.name
 
 
-def _describe_problems(app: FastAPI) -> None:
-    """Put the problem document's schema, which every operation points to, into the OpenAPI document."""
+def _complete_description(app: FastAPI) -> None:
+    """Put into the OpenAPI document what every operation shares: the problem document's schema, and the keys."""
     describe = app.openapi
 
     def openapi() -> dict[str, Any]:
         document = describe()
-        schemas = document["components"]["schemas"]
+        components = document["components"]
         schema = ProblemDocument.model_json_schema(ref_template="#/components/schemas/{model}")
-        schemas |= schema.pop("$defs", {})
-        schemas["ProblemDocument"] = schema
+        components["schemas"] |= schema.pop("$defs", {})
+        components["schemas"]["ProblemDocument"] = schema
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}, {}]  # without keys the service asks for none
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]

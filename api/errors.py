@@ -1,6 +1,9 @@
 """Errors that only the service knows; like those of `planner.errors`, each names what is wrong and how to mend it.
 
 PlannerError
+├── UnauthorizedError         401  no API key, or none that the service knows
+├── ForbiddenError            403  the key's scope does not allow it
+├── ForeignSiteError          403  a page of another site sent it
 ├── NotFoundError             404  no such resource
 ├── JobCancelledError         409  somebody cancelled the solve that this request waited for
 ├── BodyTooLargeError         413  the request body passes the limit
@@ -37,6 +40,30 @@ class ServiceError(PlannerError):
         super().__init__(message, field=field, mend=mend)
         self.limits = limits
         self.retry_after_seconds = retry_after_seconds
+
+
+class UnauthorizedError(ServiceError):
+    """No API key, or none that the service knows."""
+
+    status = 401
+    code = "unauthorized"
+    title = "An API key is needed"
+
+
+class ForbiddenError(ServiceError):
+    """The key's scope does not allow it."""
+
+    status = 403
+    code = "forbidden"
+    title = "The API key does not allow this"
+
+
+class ForeignSiteError(ServiceError):
+    """A page of another site sent the request, through the browser of somebody who may plan here."""
+
+    status = 403
+    code = "foreign-site"
+    title = "The request comes from another site"
 
 
 class NotFoundError(ServiceError):

@@ -11,10 +11,12 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.errors import BodyTooLargeError, InternalError
+from api.links import root_of
 from api.problems import CarriedError, problem_response
 
 logger = logging.getLogger("api")
 
+LOCATIONS = ("Location", "Content-Location")
 PLAUSIBLE_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -22,6 +24,7 @@ class RequestContext:
     """Give every request an id (the caller's ``X-Request-ID`` if it is plain), and turn what nobody caught into a 500.
 
     The id stands in the response, in problem documents and in the log, so that a user's report finds its traceback.
+    Locations in headers get the prefix of the reverse proxy, where there is one.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -39,7 +42,11 @@ class RequestContext:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                MutableHeaders(scope=message)["X-Request-ID"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-ID"] = request_id
+                for name in LOCATIONS:
+                    if headers.get(name, "").startswith("/"):
+                        headers[name] = root_of(scope) + headers[name]
             await send(message)
 
         try:

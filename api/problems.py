@@ -9,10 +9,10 @@ anything else                       -> 500 with the request's id; the traceback 
 from __future__ import annotations
 
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 
 from api.documents import ErrorItem, ProblemDocument
 from api.errors import InternalError, MediaTypeError, MethodError, NotFoundError, ServiceError, status_of
+from api.links import path_within
 from planner.errors import DocumentError, PlannerError, Problem
 from planner.spec.document import Location, located_problems, path_of
 
@@ -32,6 +33,8 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     }
 }
 """For every operation in the OpenAPI document."""
+
+ProblemPage = Callable[[Request, ProblemDocument], Response]
 
 
 class LocatedError(DocumentError):
@@ -69,43 +72,46 @@ def document_of(error: PlannerError, *, request_id: str | None = None) -> Proble
     )
 
 
-def response_of(document: ProblemDocument, headers: Mapping[str, str] | None = None) -> JSONResponse:
+def response_of(document: ProblemDocument) -> JSONResponse:
     """The HTTP response that carries a problem document."""
-    return JSONResponse(
-        document.model_dump(mode="json", exclude_none=True),
-        status_code=document.status,
-        headers=dict(headers or {}),
-        media_type=MEDIA_TYPE,
-    )
+    body = document.model_dump(mode="json", exclude_none=True)
+    return JSONResponse(body, status_code=document.status, media_type=MEDIA_TYPE)
 
 
-def problem_response(request: Request, error: PlannerError) -> JSONResponse:
-    """Answer a request with an error, and count it."""
+def problem_response(request: Request, error: PlannerError) -> Response:
+    """Answer a request with an error, and count it: with a page where a browser asked for one."""
     request.app.state.metrics.problems.add(code=error.code)
-    headers = {}
+    document = document_of(error, request_id=request.scope.get("request_id"))
+    response = request.app.state.problem_page(request, document) if _wants_page(request) else response_of(document)
     if isinstance(error, ServiceError) and error.retry_after_seconds is not None:
-        headers["Retry-After"] = str(error.retry_after_seconds)
-    return response_of(document_of(error, request_id=request.scope.get("request_id")), headers)
+        response.headers["Retry-After"] = str(error.retry_after_seconds)
+    return response
 
 
-def install(app: FastAPI) -> None:
-    """Make `app` answer every error with a problem document."""
+def install(app: FastAPI, page: ProblemPage) -> None:
+    """Make `app` answer every error with a problem document, or with a page that says the same."""
+    app.state.problem_page = page
     app.add_exception_handler(PlannerError, _on_planner_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_request)
     app.add_exception_handler(HTTPException, _on_http_exception)
 
 
-def _on_planner_error(request: Request, error: Exception) -> JSONResponse:
+def _wants_page(request: Request) -> bool:
+    """Documents are never answered with a page, whoever asks for them."""
+    return "text/html" in request.headers.get("accept", "") and not path_within(request.scope).startswith("/v1/")
+
+
+def _on_planner_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, PlannerError)
     return problem_response(request, error)
 
 
-def _on_invalid_request(request: Request, error: Exception) -> JSONResponse:
+def _on_invalid_request(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     return problem_response(request, _error_of_request(request, error))
 
 
-def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
+def _on_http_exception(request: Request, error: Exception) -> Response:
     """Starlette's own: no route, no such method, or a body whose JSON cannot even be decoded (FastAPI's 400)."""
     assert isinstance(error, HTTPException)
     translated: PlannerError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import socket
 
@@ -11,6 +12,7 @@ from fastapi import FastAPI
 from api.app import create_app
 from api.settings import Settings
 from api.store import Store
+from planner.errors import DocumentError
 
 SHUTDOWN_SECONDS = 10
 """Requests under way may take so long to end."""
@@ -51,9 +53,34 @@ def serve(settings: Settings) -> None:
     """Serve until SIGINT or SIGTERM.
 
     Raises:
-        DocumentError: the database cannot be used.
-        RunError: another service uses it.
+        DocumentError: the database cannot be used, or others could reach the service and there are no keys.
+        RunError: another service uses the database.
     """
+    check_reach(settings)
     Store(settings.database).close()  # here, because uvicorn would log a failed start as a traceback
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     server_of(settings).run()
+
+
+def check_reach(settings: Settings) -> None:
+    """Refuse to listen for other machines without API keys, unless that is wanted.
+
+    Raises:
+        DocumentError: nobody said that it is.
+    """
+    if settings.keys_file or settings.keys or settings.without_keys or is_loopback(settings.host):
+        return
+    raise DocumentError(
+        f"{settings.host!r} can be reached by other machines, and there are no API keys.",
+        field="host",
+        mend="make a key with `planner serve --make-key plan` and set keys_file; or set without_keys, and let whoever "
+        "reaches the port plan, cancel and delete.",
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Only this machine reaches the address."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

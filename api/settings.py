@@ -35,8 +35,21 @@ class Settings(BaseModel):
     """Address to listen on; 0.0.0.0 for every interface."""
     port: int = Field(default=8000, ge=0, le=65535)
     """0: any free port."""
+    root_path: str = Field(default="", pattern=r"^(/[\w.~-]+)*$")
+    """Prefix under which a reverse proxy serves the service, such as ``/planner``."""
+    keys_file: str = ""
+    """File of API keys, one ``NAME SCOPE SHA256`` per line; empty: none. See `planner serve --make-key`."""
+    keys: str = ""
+    """Further API keys, as the lines of such a file; for secrets that come as environment variables."""
+    without_keys: bool = False
+    """Listen on other interfaces than loopback though there are no keys: whoever reaches the port may do everything."""
     database: Path = Path("planner.db")
     """SQLite file of plans, profiles and jobs; made when absent."""
+    keep_plans_days: float = Field(default=0.0, ge=0)
+    """Plans, and profiles that no plan needs, are deleted when they are older; those with measured runs never.
+    0: kept for ever."""
+    keep_jobs_days: float = Field(default=0.0, ge=0)
+    """Jobs are deleted when they ended so long ago. 0: kept for ever."""
     max_body_bytes: int = Field(default=32 * MEBIBYTE, ge=1024)
     """Largest request body."""
     max_layers: int = Field(default=10_000, ge=1)

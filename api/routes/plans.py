@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import json
 from typing import Annotated, Any
 
@@ -12,6 +10,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
 from api.caching import FOREVER, REVALIDATE, cacheable
+from api.cursors import cursor_of, number_of
 from api.dependencies import ResultDependency, Services, ServicesDependency, StoredResult, WaitDependency
 from api.documents import (
     Explanation,
@@ -23,14 +22,14 @@ from api.documents import (
     PlanSummary,
     StageMap,
 )
-from api.errors import JobCancelledError, LimitError, NotFoundError
+from api.errors import JobCancelledError, NotFoundError
 from api.jobs import view_of
+from api.planning import ask
 from api.problems import response_of
-from api.profiles import ResolvedProfile
 from api.store import LARGEST_INTEGER, JobRow, MeasurementRow, PlanRow
 from api.timeline import predicted_timeline
-from planner.errors import DocumentError, MismatchError
-from planner.spec import Infeasible, MeasuredRun, Options, Plan, PlanRequest
+from planner.errors import MismatchError
+from planner.spec import Infeasible, MeasuredRun, Plan
 
 router = APIRouter(prefix="/v1/plans", tags=["plans"])
 
@@ -54,17 +53,10 @@ async def create_plan(body: PlanCreate, request: Request, parts: ServicesDepende
     The plan's id is the sha256 of the canonical request: the same request gets the same plan, solved once.
     "No plan fits" is an answer too: status `infeasible`, with the reasons and the nearest misses.
     """
-    profile, wanted = await run_in_threadpool(_request_of, body, parts)
-    known = await run_in_threadpool(parts.store.plan, wanted.id)
-    if known is not None and known[0].final:
-        parts.metrics.plan_requests.add()
-        parts.metrics.cache_hits.add()
-        return _answer(request, StoredResult(*known), cache="hit")
-    await run_in_threadpool(parts.profiles.add, profile)
-    job = await parts.jobs.submit(wanted, wanted.profile_id)
-    # Counted when it has joined its job: who sees the count and cancels then cancels this request's job too.
-    parts.metrics.plan_requests.add()
-    job = await parts.jobs.finished(job.id, wait)
+    asked = await ask(parts, body)
+    if isinstance(asked, StoredResult):
+        return _answer(request, asked, cache="hit")
+    job = await parts.jobs.finished(asked.id, wait)
     return await run_in_threadpool(_after_wait, request, parts, job, wait)
 
 
@@ -75,9 +67,9 @@ def list_plans(
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
 ) -> PlanPage:
     """Plans, newest first; `next` is the cursor of the following page."""
-    rows = parts.store.plans(before=_number_of(cursor), limit=limit + 1)
+    rows = parts.store.plans(before=number_of(cursor), limit=limit + 1)
     shown, more = rows[:limit], len(rows) > limit
-    return PlanPage(plans=tuple(map(_summary, shown)), next=_cursor_of(shown[-1].number) if more else None)
+    return PlanPage(plans=tuple(map(_summary, shown)), next=cursor_of(shown[-1].number) if more else None)
 
 
 @router.get("/{plan_id}", response_model=Plan | Infeasible, responses={304: {"description": "You have it already."}})
@@ -178,29 +170,6 @@ def get_measurement(
     return cacheable(request, row.document, media_type=JSON, cache_control=FOREVER)
 
 
-def _request_of(body: PlanCreate, parts: Services) -> tuple[ResolvedProfile, PlanRequest]:
-    from planner.search import make_request
-
-    options = _options_within_limits(body, parts)
-    resolved = parts.profiles.resolve(body)
-    return resolved, make_request(resolved.profile, body.cluster, body.job, options, model=resolved.model)
-
-
-def _options_within_limits(body: PlanCreate, parts: Services) -> Options:
-    """A time limit that the client did not choose bends to the service's cap; one that it chose is refused above it."""
-    cap = parts.settings.max_solver_seconds
-    if body.options.time_limit_seconds <= cap:
-        return body.options
-    if "time_limit_seconds" not in body.options.model_fields_set:
-        return body.options.model_copy(update={"time_limit_seconds": cap})
-    raise LimitError(
-        f"time_limit_seconds({body.options.time_limit_seconds:g}) is above this service's {cap:g}.",
-        field="options.time_limit_seconds",
-        mend=f"ask for at most {cap:g} seconds.",
-        limits={"max_solver_seconds": cap},
-    )
-
-
 def _after_wait(request: Request, parts: Services, job: JobRow, wait: float) -> Response:
     """What the client gets once the wait is over, however the job stands."""
     if job.status in ("succeeded", "infeasible"):
@@ -255,18 +224,3 @@ def _measurement_view(row: MeasurementRow, plan: PlanRow) -> MeasurementView:
         error=measured / plan.step_seconds - 1,
         url=f"/v1/plans/{row.plan_id}/measurements/{row.id}",
     )
-
-
-def _cursor_of(number: int) -> str:
-    return base64.urlsafe_b64encode(f"before {number}".encode()).decode()
-
-
-def _number_of(cursor: str | None) -> int | None:
-    if cursor is None:
-        return None
-    try:
-        return int(base64.urlsafe_b64decode(cursor).decode("ascii").removeprefix("before "))
-    except (ValueError, binascii.Error):
-        raise DocumentError(
-            f"{cursor!r} is no cursor.", field="cursor", mend="send the `next` of the page before, or leave it out."
-        ) from None

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from planner.cli.console import Progress
-from planner.errors import DocumentError, MismatchError, UnknownNameError
+from planner.errors import DocumentError, MismatchError
 from planner.spec import (
     Cluster,
     DeviceSpec,
     Job,
-    Layout,
     Link,
     Links,
     ModelProfile,
@@ -28,7 +25,8 @@ from planner.spec import (
     read,
     read_data,
 )
-from planner.spec.job import COMPUTE_TYPE, CONSTRAINABLE
+from planner.spec.constraint_words import read_constraint, scalar, split
+from planner.spec.job import COMPUTE_TYPE
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 """Counted when a model is given instead of a profile."""
@@ -181,56 +179,18 @@ def _plain(job: Job) -> dict[str, Any]:
 
 
 def constraint(text: str) -> tuple[str, Any]:
-    """``FIELD=V`` -> field and constraint: V is a value, a list ``a,b,c``, or a range ``MIN..MAX`` (one end may lack).
+    """``FIELD=V`` as `planner.spec.constraint_words` reads it, schedules by the names of the catalogue.
 
     Raises:
-        UnknownNameError: no layout has this field.
+        UnknownNameError: no layout has this field, or there is no such schedule.
         DocumentError: the value does not fit the field.
     """
-    name, value = _split(text, CONSTRAINABLE, "--fix")
-    if ".." in value:
-        return name, _range(name, value)
-    values = [_value(name, part) for part in value.split(",")]
-    return name, values[0] if len(values) == 1 else values
+    name, value = read_constraint(text, where="--fix")
+    if name != "schedule":
+        return name, value
+    from planner.schedule import canonical_name
 
-
-def _split(text: str, names: tuple[str, ...], option: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    name = name.strip()
-    if name not in names:
-        close = difflib.get_close_matches(name, names, n=1)
-        mend = f"did you mean {close[0]!r}? Fields: " if close else "use one of "
-        raise UnknownNameError(f"no layout field {name!r}.", field=option, mend=mend + ", ".join(names) + ".")
-    if not equals or not value.strip():
-        raise DocumentError(f"{text!r} gives no value.", field=f"{option} {name}", mend=f"write {name}=VALUE.")
-    return name, value.strip()
-
-
-def _range(name: str, text: str) -> dict[str, int]:
-    ends = dict(zip(("min", "max"), (end.strip() for end in text.split("..", 1)), strict=True))
-    values = {key: _value(name, end) for key, end in ends.items() if end}
-    if not values or any(isinstance(value, bool) or not isinstance(value, int) for value in values.values()):
-        raise DocumentError(
-            f"{text!r} is no range of whole numbers.", field=f"--fix {name}", mend=f"write {name}=MIN..MAX, e.g. 2..8."
-        )
-    return values
-
-
-def _value(name: str, text: str) -> Any:
-    """One value of a layout field, checked and in the field's own type and spelling."""
-    layout = parse(Layout, {name: _scalar(text)})
-    if name == "schedule":
-        from planner.schedule import canonical_name
-
-        return canonical_name(layout.schedule)
-    return getattr(layout, name)
-
-
-def _scalar(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text.strip()
+    return name, [canonical_name(each) for each in value] if isinstance(value, list) else canonical_name(value)
 
 
 def read_layout(words: list[str]) -> PredictionLayout:
@@ -243,14 +203,14 @@ def read_layout(words: list[str]) -> PredictionLayout:
         return read(PredictionLayout, words[0])
     fields = tuple(PredictionLayout.model_fields)
     parts = [part for word in words for part in re.split(r",(?=[a-z_]+=)", word)]
-    pairs = [_split(part, fields, "--layout") for part in parts]
+    pairs = [split(part, fields, "--layout") for part in parts]
     names = [name for name, _ in pairs]
     for name in names:
         if names.count(name) > 1:
             raise DocumentError("is given twice.", field=f"--layout {name}", mend="give it once.")
-    layout = {name: _layers(value) if name == "layers_per_stage" else _scalar(value) for name, value in pairs}
+    layout = {name: _layers(value) if name == "layers_per_stage" else scalar(value) for name, value in pairs}
     return parse(PredictionLayout, layout, where="--layout")
 
 
 def _layers(text: str) -> list[Any]:
-    return [_scalar(part) for part in text.strip("[]").split(",")]
+    return [scalar(part) for part in text.strip("[]").split(",")]

@@ -1,0 +1,143 @@
+"""Pages as trees of elements: text is escaped when it is written out, so that nothing a client sent becomes markup."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import HTMLResponse
+
+from api.links import root_of
+from api.pages.style import STYLE
+
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; style-src 'unsafe-inline'; img-src 'self' data:; base-uri 'none'; form-action 'self'; "
+        "frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+WITHOUT_END = frozenset({"br", "img", "input", "link", "meta"})
+ADDRESSES = frozenset({"href", "src", "action"})
+MENU = (("/", "Plans"), ("/plan", "Ask for a plan"), ("/v1/models", "Models"), ("/v1/devices", "Devices"))
+
+
+@dataclass(frozen=True, slots=True)
+class Element:
+    """An element of HTML or of SVG inside it."""
+
+    name: str
+    children: tuple[Node, ...]
+    attributes: dict[str, str | bool]
+
+
+Node = Element | str | Iterable["Node"]
+
+
+def tag(name: str, /, *children: Node, **attributes: str | float | bool | None) -> Element:
+    """An element. A trailing underscore of an attribute is left out, others become hyphens; None and False: absent."""
+    given = {
+        key.rstrip("_").replace("_", "-"): value if isinstance(value, bool) else str(value)
+        for key, value in attributes.items()
+        if value is not None and value is not False
+    }
+    return Element(name, children, given)
+
+
+def render(node: Node, root: str = "") -> str:
+    """The text of a tree; `root` is put before every address within this service."""
+    if isinstance(node, str):
+        return escape(node)
+    if not isinstance(node, Element):
+        return "".join(render(each, root) for each in node)
+    attributes = "".join(_attribute(name, value, root) for name, value in node.attributes.items())
+    if node.name in WITHOUT_END:
+        return f"<{node.name}{attributes}>"
+    return f"<{node.name}{attributes}>{render(node.children, root)}</{node.name}>"
+
+
+def _attribute(name: str, value: str | bool, root: str) -> str:
+    if isinstance(value, bool):
+        return f" {name}"
+    is_within = name in ADDRESSES and value.startswith("/")
+    return f" {name}='{escape(root + value if is_within else value)}'"
+
+
+def link(address: str, *words: Node) -> Element:
+    """A link."""
+    return tag("a", *words, href=address)
+
+
+def section(title: str, *content: Node) -> Element:
+    """A part of a page under its own heading."""
+    return tag("section", tag("h2", title), *content)
+
+
+def table(caption: str, head: Iterable[str], rows: Iterable[Iterable[Node]], *, numbers: Iterable[int] = ()) -> Element:
+    """A table that scrolls by itself on narrow screens; the first cell of a row is its header.
+
+    Args:
+        caption: what the table shows, for those who hear it.
+        head: of the columns.
+        rows: cells.
+        numbers: columns that are set to the right.
+    """
+    right = frozenset(numbers)
+
+    def cell(name: str, column: int, content: Node, **attributes: Any) -> Element:
+        return tag(name, content, class_="number" if column in right else None, **attributes)
+
+    head_cells = [cell("th", column, content, scope="col") for column, content in enumerate(head)]
+    body = [
+        tag(
+            "tr",
+            *(
+                cell("td", column, content) if column else cell("th", column, content, scope="row")
+                for column, content in enumerate(row)
+            ),
+        )
+        for row in rows
+    ]
+    whole = tag("table", tag("caption", caption), tag("thead", tag("tr", *head_cells)), tag("tbody", *body))
+    return tag("div", whole, class_="scroll", role="region", aria_label=caption, tabindex="0")
+
+
+def pairs(rows: Iterable[tuple[Node, Node]]) -> Element:
+    """Names and what they stand for."""
+    return tag("dl", *(part for name, value in rows for part in (tag("dt", name), tag("dd", value))))
+
+
+def bullets(items: Iterable[Node]) -> Element:
+    """A list."""
+    return tag("ul", *(tag("li", item) for item in items))
+
+
+def page(
+    request: Request, title: str, *content: Node, status: int = 200, refresh_seconds: int | None = None
+) -> HTMLResponse:
+    """A whole page.
+
+    Args:
+        request: that is answered.
+        title: its heading too.
+        content: below the heading.
+        status: of the answer.
+        refresh_seconds: after which the browser asks again; None: never.
+    """
+    head = [
+        tag("meta", charset="utf-8"),
+        tag("title", title),
+        tag("link", rel="icon", href="data:,"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        *([tag("meta", http_equiv="refresh", content=refresh_seconds)] if refresh_seconds is not None else []),
+    ]
+    menu = tag("header", tag("nav", *(link(address, words) for address, words in MENU), aria_label="Service"))
+    body = tag("body", menu, tag("main", tag("h1", title), *content))
+    root = root_of(request.scope)
+    text = f"<!doctype html><html lang='en'><head>{render(head, root)}<style>{STYLE}</style></head>{render(body, root)}"
+    return HTMLResponse(f"{text}</html>", status_code=status, headers=HEADERS)

@@ -1,0 +1,126 @@
+"""The page of a plan, or of the result that none fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from urllib.parse import urlencode
+
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse
+
+from api.dependencies import ResultDependency, Services, ServicesDependency, StoredResult
+from api.pages.html import Element, Node, bullets, link, page, pairs, section, tag
+from api.pages.plan_files import files
+from api.pages.plan_prediction import memory, time
+from api.pages.plan_runs import runs
+from api.pages.plan_search import alternatives, counts, misses, pareto, proof, relaxations, sensitivity
+from api.pages.plan_stages import stage_map
+from api.pages.timeline import timeline_picture
+from api.pages.wish_fields import answers_of
+from api.store import PlanRow
+from planner.spec import Infeasible, Plan, PlanRequest
+from planner.spec.layout_words import layout_line
+from planner.spec.units import percent, scaled, seconds
+from planner.spec.words import counted, written
+
+router = APIRouter()
+
+
+@router.get("/plans/{plan_id}")
+def show_plan(request: Request, result: ResultDependency, parts: ServicesDependency) -> HTMLResponse:
+    """Everything about a plan, or why there is none."""
+    row = result.row
+    on = f"{row.model} on {counted(row.devices, 'device')}"
+    if row.status == "infeasible":
+        return page(request, f"{on}: no plan fits", *_infeasible(result))
+    return page(request, on, *_plan(result.plan(), row, parts))
+
+
+def _plan(plan: Plan, row: PlanRow, parts: Services) -> Iterator[Node]:
+    yield pairs(_facts(plan, row))
+    if plan.explanation:
+        yield section("Why this plan", bullets(plan.explanation))
+    yield section("Where the step's time goes", time(plan.prediction), timeline_picture(plan, row))
+    yield section("Memory", *memory(plan.prediction.memory))
+    yield section("Stage map", stage_map(plan))
+    measured = parts.store.measurements(plan.id)
+    yield section("Predicted beside measured", runs(plan, measured))
+    yield section("Next best layouts", alternatives(plan))
+    for title, found in (
+        ("How sure the choice is", sensitivity(plan)),
+        ("Pareto front", pareto(plan)),
+        ("What other limits would bring", relaxations(plan.relaxations)),
+    ):
+        if found is not None:
+            yield section(title, found)
+    yield section("Files", *files(plan))
+    yield section("What was asked for", *_request(plan.request))
+
+
+def _facts(plan: Plan, row: PlanRow) -> Iterator[tuple[Node, Node]]:
+    prediction, unit = plan.prediction, "tokens" if plan.request.job.sequence_length else "samples"
+    yield "Layout", f"{layout_line(plan.layout)}; {counted(plan.micro_batches, 'micro-batch')}"
+    yield "Step", tag("strong", seconds(prediction.step_seconds))
+    yield "Rate", scaled(prediction.tokens_per_second, f"{unit}/s")
+    yield "MFU", "unknown: the device's peak is not known" if prediction.mfu is None else percent(prediction.mfu)
+    yield "Mean bubble", percent(prediction.bubble_fraction)
+    if plan.cost_per_token is not None:
+        yield "Price", f"{plan.cost_per_token * 1e6:.4g} per million {unit}"
+    yield "Proof", proof(plan.search)
+    yield "Devices", f"{len(plan.placement)} of {row.devices}"
+    yield "Plan", tag("code", plan.id)
+    yield "Made", row.created_at
+
+
+def _infeasible(result: StoredResult) -> Iterator[Node]:
+    found = Infeasible.model_validate_json(result.document)
+    yield section("Why", bullets(found.reasons))
+    if found.nearest:
+        yield section("Nearest misses", misses(found.nearest))
+    if (gains := relaxations(found.relaxations)) is not None:
+        yield section("Changes with which a plan was found", gains)
+    if found.search is not None:
+        yield tag("p", counts(found.search))
+    if not result.row.final:
+        yield tag("p", "Time ran out before all layouts were seen: there may be a plan. Ask again with more of it.")
+    name = result.row.id
+    yield pairs([("Result", tag("code", name)), ("Made", result.row.created_at)])
+    yield tag("p", link("/plan", "Ask for another"), " · ", link(f"/v1/plans/{name}", "as JSON"))
+
+
+def _request(request: PlanRequest) -> Iterator[Element]:
+    job = request.job
+    groups = [
+        f"{group.name}: {group.nodes} x {group.devices_per_node} "
+        f"{group.device if isinstance(group.device, str) else group.device.id}"
+        for group in request.cluster.node_groups
+    ]
+    asked = [(name.replace("_", " "), written(value)) for name, value in _plain(job.model_dump(mode="json"))]
+    fixed = [
+        f"{name}: {_constraint(value)}" for name, value in job.model_dump(exclude_none=True)["constraints"].items()
+    ]
+    yield pairs(
+        [
+            ("model", request.model or f"profile {request.profile_id[:12]}"),
+            (request.cluster.name, bullets(groups)),
+            *asked,
+            ("constraints", bullets(fixed) if fixed else "none"),
+            ("time limit", seconds(request.options.time_limit_seconds)),
+            ("planner", request.planner_version),
+        ]
+    )
+    if (answers := answers_of(request)) is not None:
+        yield tag("p", link(f"/plan?{urlencode(answers)}", "Ask again with changes"))
+
+
+def _plain(job: dict[str, object]) -> Iterator[tuple[str, bool | int | str]]:
+    """Single values of the job."""
+    for name, value in job.items():
+        if isinstance(value, bool | int | float | str) and name != "schema_version":
+            yield name, value if not isinstance(value, float) else f"{value:g}"
+
+
+def _constraint(value: object) -> str:
+    if isinstance(value, dict):
+        return f"{value.get('min', '')}..{value.get('max', '')}"
+    return ", ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)

@@ -1,0 +1,37 @@
+"""What can be taken from a plan: its documents, and the same plan for other runtimes and launchers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from api.pages.html import Node, bullets, link, table
+from planner.errors import PlannerError
+from planner.export import TARGETS, Target
+from planner.spec import Plan
+
+PARTS = (
+    ("", "plan.json", "the whole plan, for planner check and planner run"),
+    ("/stage-map", "stage map", "which layers stand on which ranks"),
+    ("/explanation", "explanation", "why it won, and what the next best would cost"),
+    ("/timeline.json", "timeline.json", "one step as a trace, for ui.perfetto.dev"),
+    ("/timeline.svg", "timeline.svg", "one step as a picture"),
+)
+
+
+def files(plan: Plan) -> Iterator[Node]:
+    """Documents, then exports."""
+    base = f"/v1/plans/{plan.id}"
+    yield bullets([link(f"{base}{path}", words), f": {what}"] for path, words, what in PARTS)
+    rows = [_target(target, plan) for target in TARGETS.values()]
+    if rows:
+        yield table("The plan for other runtimes and launchers", ("Target", "What it is", ""), rows)
+
+
+def _target(target: Target, plan: Plan) -> tuple[Node, Node, Node]:
+    """A target that cannot do what the plan says tells why, instead of a link."""
+    try:
+        export = target.write(plan)
+    except PlannerError as error:
+        return target.name, target.title, ["cannot: ", str(error)]
+    name = link(f"/v1/plans/{plan.id}/exports/{target.name}", target.name)
+    return name, f"{target.title} ({target.version})", bullets(export.warnings) if export.warnings else ""

@@ -1,0 +1,83 @@
+"""Time and memory of a plan, in numbers and bars."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from api.pages.bars import BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY, YELLOW, Part, bar, keys, stack
+from api.pages.html import Element, Node, table
+from planner.spec import Prediction
+from planner.spec.plan import RankMemory
+from planner.spec.units import GIB, gibibytes, percent, seconds
+
+TIME_COLOURS = {
+    "compute": BLUE,
+    "recompute": PINK,
+    "tensor parallel": ORANGE,
+    "pipeline": SKY,
+    "data parallel": RED,
+    "optimizer": GREEN,
+    "bubble": GREY,
+    "offload": YELLOW,
+}
+MEMORY_COLOURS = {
+    "parameters": BLUE,
+    "gradients": SKY,
+    "optimizer": GREEN,
+    "activations": ORANGE,
+    "temporary": PINK,
+    "reserved": GREY,
+}
+
+
+def time(prediction: Prediction) -> Element:
+    """Where the seconds of the rank that ends last go; they add up to the step."""
+    whole, spent = prediction.step_seconds, prediction.breakdown.model_dump()
+    rows = []
+    for name, value in spent.items():
+        words = name.removesuffix("_seconds").replace("_", " ")
+        if value:
+            part = Part(words, TIME_COLOURS.get(words, GREY), value, seconds(value))
+            rows.append((words, part.told, percent(value / whole), bar(part, whole)))
+    rows.append(("step", seconds(whole), percent(1.0), ""))
+    caption = "One step of the rank that ends last; communication as far as compute does not hide it"
+    return table(caption, ("Part", "Time", "Share", ""), rows, numbers=(1, 2))
+
+
+def memory(ranks: Sequence[RankMemory]) -> Iterator[Node]:
+    """Bars against the capacity, and what the host keeps."""
+    whole = max(max(rank.peak_bytes, rank.capacity_bytes) for rank in ranks)
+    yield keys(_parts(ranks[0]))
+    head = (
+        "Pipeline rank",
+        "Peak",
+        "Capacity",
+        "Filled",
+        "",
+        *(f"{name.capitalize()}, GiB" for name in MEMORY_COLOURS),
+    )
+    caption = "Predicted memory of one device of every pipeline rank at its peak; the line is its capacity"
+    yield table(caption, head, (_rank(rank, whole) for rank in ranks), numbers=(1, 2, 3, *range(5, 11)))
+    if any(rank.host_bytes for rank in ranks):
+        head = ("Pipeline rank", "Offloaded", "Its part of the node's memory")
+        yield table("What one device keeps in its node's memory", head, map(_host, ranks), numbers=(1, 2))
+
+
+def _rank(rank: RankMemory, whole: int) -> Iterator[Node]:
+    parts = _parts(rank)
+    filled = percent(rank.peak_bytes / rank.capacity_bytes) if rank.capacity_bytes > 0 else "no room at all"
+    words = f"Pipeline rank {rank.pipeline_rank}: {gibibytes(rank.peak_bytes)} of {gibibytes(rank.capacity_bytes)}"
+    yield str(rank.pipeline_rank)
+    yield from (gibibytes(rank.peak_bytes), gibibytes(rank.capacity_bytes), filled)
+    yield stack(parts, whole, rank.capacity_bytes, words)
+    yield from (f"{part.length / GIB:.2f}" for part in parts)
+
+
+def _parts(rank: RankMemory) -> list[Part]:
+    sizes = {name: getattr(rank, f"{name}_bytes") for name in MEMORY_COLOURS}
+    return [Part(name, MEMORY_COLOURS[name], size, gibibytes(size)) for name, size in sizes.items()]
+
+
+def _host(rank: RankMemory) -> tuple[str, str, str]:
+    there = "unknown" if rank.host_capacity_bytes is None else gibibytes(rank.host_capacity_bytes)
+    return str(rank.pipeline_rank), gibibytes(rank.host_bytes), there

@@ -1,0 +1,38 @@
+"""The promise beside what runs came to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from api.pages.html import Element, Node, link, table, tag
+from api.store import MeasurementRow
+from planner.spec import MeasuredRun, Plan
+from planner.spec.units import gibibytes, percent, scaled, seconds
+
+
+def runs(plan: Plan, measured: Sequence[MeasurementRow]) -> Element:
+    """The prediction, then every run, newest first."""
+    if not measured:
+        command = tag("code", "planner run plan.json --report URL")
+        return tag("p", "No run was reported yet: ", command, " does.")
+    head = ("", "Step", "Longer by", "Rate", "Fullest rank", "Steps", "On", "Reported")
+    rows = [tuple(_predicted(plan)), *(tuple(_run(plan, row)) for row in measured)]
+    return table("Medians of the steps after warm-up", head, rows, numbers=(1, 2, 3, 4, 5))
+
+
+def _predicted(plan: Plan) -> Iterator[Node]:
+    prediction = plan.prediction
+    peak = max(rank.peak_bytes for rank in prediction.memory)
+    rate = scaled(prediction.tokens_per_second, "/s")
+    yield from ("predicted", seconds(prediction.step_seconds), "", rate, gibibytes(peak), "", "", "")
+
+
+def _run(plan: Plan, row: MeasurementRow) -> Iterator[Node]:
+    run = MeasuredRun.model_validate_json(row.document)
+    peak = max((rank.peak_bytes for rank in run.ranks), default=None)
+    yield link(f"/v1/plans/{plan.id}/measurements/{row.id}", f"run {row.id}")
+    yield seconds(run.median_step_seconds)
+    yield percent(run.median_step_seconds / plan.prediction.step_seconds - 1)
+    yield scaled(run.tokens_per_second, "/s")
+    yield "unknown" if peak is None else gibibytes(peak)
+    yield from (str(run.steps), run.devices, row.created_at)

@@ -1,0 +1,49 @@
+"""Pages about errors: what each kind means, and what went wrong with a request for a page."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse
+
+from api import errors as service_errors
+from api.documents import ErrorItem, ProblemDocument
+from api.errors import NotFoundError, ServiceError
+from api.pages.html import Node, bullets, page, tag
+from planner import errors as planner_errors
+from planner.errors import PlannerError
+
+router = APIRouter()
+
+
+@router.get("/problems/{code}")
+def problem(code: str, request: Request) -> HTMLResponse:
+    """What an error's `type` points to."""
+    kind = _kinds().get(code)
+    if kind is None:
+        raise NotFoundError(f"there is no problem {code!r}.", mend=f"known: {', '.join(sorted(_kinds()))}.")
+    return page(request, kind.title, tag("p", tag("code", code), ": ", (kind.__doc__ or "").strip()))
+
+
+def problem_page(request: Request, document: ProblemDocument) -> HTMLResponse:
+    """An error, for a browser that asked for a page."""
+    number = [tag("p", "Request ", tag("code", document.request_id))] if document.request_id else []
+    return page(request, document.title, problem_text(document), *number, status=document.status)
+
+
+def problem_text(document: ProblemDocument) -> Node:
+    """What is wrong, and how to mend it."""
+    return bullets(map(_error, document.errors)) if document.errors else tag("p", document.detail)
+
+
+def _error(error: ErrorItem) -> Node:
+    field = [tag("code", error.field), ": "] if error.field else []
+    return [*field, tag("span", error.message, class_="wrong"), *([" ", error.mend] if error.mend else [])]
+
+
+def _kinds() -> dict[str, type[PlannerError]]:
+    found = [*vars(planner_errors).values(), *vars(service_errors).values()]
+    return {
+        kind.code: kind
+        for kind in found
+        if isinstance(kind, type) and issubclass(kind, PlannerError) and kind is not ServiceError
+    }

@@ -1,0 +1,74 @@
+"""Constraints of a layout as people type them: ``FIELD=V``, on the command line and in forms."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from planner.errors import DocumentError, UnknownNameError
+from planner.spec.document import parse
+from planner.spec.job import CONSTRAINABLE
+from planner.spec.layout import Layout
+
+
+def read_constraint(text: str, *, where: str) -> tuple[str, Any]:
+    """``FIELD=V`` -> field and constraint: V is a value, a list ``a,b,c``, or a range ``MIN..MAX`` (one end may lack).
+
+    Args:
+        text: as typed.
+        where: it was typed, such as ``--fix``.
+
+    Raises:
+        UnknownNameError: no layout has this field.
+        DocumentError: the value does not fit the field.
+    """
+    name, value = split(text, CONSTRAINABLE, where)
+    if ".." in value:
+        return name, _range(name, value, where)
+    values = [_value(name, part) for part in value.split(",")]
+    return name, values[0] if len(values) == 1 else values
+
+
+def split(text: str, names: Sequence[str], where: str) -> tuple[str, str]:
+    """``FIELD=V`` -> field, which is one of these names, and value.
+
+    Raises:
+        UnknownNameError: it is none of them.
+        DocumentError: there is no value.
+    """
+    name, equals, value = text.partition("=")
+    name = name.strip()
+    if name not in names:
+        close = difflib.get_close_matches(name, names, n=1)
+        mend = f"did you mean {close[0]!r}? Fields: " if close else "use one of "
+        raise UnknownNameError(f"no layout field {name!r}.", field=where, mend=mend + ", ".join(names) + ".")
+    if not equals or not value.strip():
+        raise DocumentError(f"{text!r} gives no value.", field=f"{where} {name}", mend=f"write {name}=VALUE.")
+    return name, value.strip()
+
+
+def _range(name: str, text: str, where: str) -> dict[str, int]:
+    ends = dict(zip(("min", "max"), (end.strip() for end in text.split("..", 1)), strict=True))
+    values = {key: _value(name, end) for key, end in ends.items() if end}
+    if not values or any(isinstance(value, bool) or not isinstance(value, int) for value in values.values()):
+        raise DocumentError(
+            f"{text!r} is no range of whole numbers.",
+            field=f"{where} {name}",
+            mend=f"write {name}=MIN..MAX, e.g. 2..8.",
+        )
+    return values
+
+
+def _value(name: str, text: str) -> Any:
+    """One value of a layout field, checked and in the field's own type."""
+    return getattr(parse(Layout, {name: scalar(text)}), name)
+
+
+def scalar(text: str) -> Any:
+    """A number, a truth value or null as JSON writes it; any other text is itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text.strip()
