@@ -5,10 +5,13 @@ from __future__ import annotations
 import difflib
 
 from planner.errors import UnknownNameError
-from planner.export import pipelining
+from planner.export import colossalai, galvatron, gpt_neox, megatron_bridge, megatron_lm, nanotron, picotron, pipelining
 from planner.export.target import Target
 
-TARGETS: dict[str, Target] = {module.TARGET.name: module.TARGET for module in (pipelining,)}
+TARGETS: dict[str, Target] = {
+    module.TARGET.name: module.TARGET
+    for module in (pipelining, megatron_lm, megatron_bridge, nanotron, colossalai, galvatron, picotron, gpt_neox)
+}
 """In the order in which they are listed."""
 
 
