@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from api.keys import keys_of
 from api.metrics import Metrics
 from api.middleware import BodyLimit, RequestContext
 from api.profiles import Profiles
+from api.retention import keep_swept
 from api.routes import catalogue, exports, health, jobs, measurements, plans, predictions, profiles
 from api.settings import Settings
 from api.solver import Search, Work
@@ -55,11 +57,13 @@ def _lifespan(settings: Settings, work: Work) -> Callable[[FastAPI], AbstractAsy
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.services = parts = _assemble(settings, work, app.state.metrics)
+        sweeper = asyncio.create_task(keep_swept(parts.store, settings, parts.metrics))
         try:
             await parts.jobs.start()
             parts.solvers.warm_up()
             yield
         finally:
+            sweeper.cancel()
             await parts.jobs.stop()
             parts.store.close()
 

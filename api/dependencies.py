@@ -11,6 +11,7 @@ from fastapi import Depends, Header, Request
 
 from api.errors import NotFoundError
 from api.jobs import Jobs
+from api.links import root_of
 from api.metrics import Metrics
 from api.profiles import Profiles
 from api.settings import Settings
@@ -61,6 +62,11 @@ def services(request: Request) -> Services:
     """The parts of the service."""
     found: Services = request.app.state.services
     return found
+
+
+def root(request: Request) -> str:
+    """The prefix of a reverse proxy, for links in documents."""
+    return root_of(request.scope)
 
 
 def stored_result(plan_id: str, parts: Annotated[Services, Depends(services)]) -> StoredResult:
@@ -123,6 +129,7 @@ def last_event_id(last_event_id: Annotated[str | None, Header()] = None) -> int:
 
 
 ServicesDependency = Annotated[Services, Depends(services)]
+RootDependency = Annotated[str, Depends(root)]
 ResultDependency = Annotated[StoredResult, Depends(stored_result)]
 JobDependency = Annotated[JobRow, Depends(named_job)]
 WaitDependency = Annotated[float, Depends(wait_seconds)]

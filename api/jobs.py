@@ -200,16 +200,16 @@ class Jobs:
             news.set()
 
 
-def view_of(job: JobRow) -> JobView:
-    """What clients see of a job."""
+def view_of(job: JobRow, root: str = "") -> JobView:
+    """What clients see of a job; `root` is the prefix of a reverse proxy."""
     progress = json.loads(job.progress) if job.progress else {}
     counts = {name: progress[name] for name in JobProgress.model_fields if name in progress}
     return JobView(
         id=job.id,
         status=job.status,
         plan_id=job.plan_id,
-        plan_url=f"/v1/plans/{job.plan_id}" if job.status in ("succeeded", "infeasible") else None,
-        events_url=f"/v1/jobs/{job.id}/events",
+        plan_url=f"{root}/v1/plans/{job.plan_id}" if job.status in ("succeeded", "infeasible") else None,
+        events_url=f"{root}/v1/jobs/{job.id}/events",
         progress=JobProgress(**counts) if counts else None,
         incumbent=progress.get("incumbent_seconds"),
         bound=progress.get("lower_bound_seconds"),

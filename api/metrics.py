@@ -17,11 +17,11 @@ class Counter:
         self._values: dict[tuple[tuple[str, str], ...], int] = {}
         self._lock = threading.Lock()
 
-    def add(self, **labels: str) -> None:
-        """Count one more."""
+    def add(self, amount: int = 1, /, **labels: str) -> None:
+        """Count so many more."""
         key = tuple(sorted(labels.items()))
         with self._lock:
-            self._values[key] = self._values.get(key, 0) + 1
+            self._values[key] = self._values.get(key, 0) + amount
 
     def lines(self) -> Iterator[str]:
         """Rows of the text format."""
@@ -76,6 +76,7 @@ class Metrics:
         self.solves = Counter("planner_solves_total", "Ended solves by outcome.")
         self.problems = Counter("planner_problems_total", "Problem documents sent, by code.")
         self.failures = Counter("planner_failures_total", "Failed solves and predictions by problem code.")
+        self.swept = Counter("planner_swept_rows_total", "Rows deleted because of their age, by table.")
         self.solve_seconds = Histogram(
             "planner_solve_seconds", "Seconds of a solver process at work.", SOLVE_SECONDS_BUCKETS
         )
@@ -84,10 +85,13 @@ class Metrics:
         """The whole page; the two gauges are read when it is asked for."""
         rows = [*_gauge("planner_queue_length", "Solves waiting for a process.", queue_length)]
         rows += _gauge("planner_running_solves", "Solver processes at work.", running)
-        for metric in (self.plan_requests, self.cache_hits, self.solves, self.problems, self.failures):
+        for metric in self._counters():
             rows += metric.lines()
         rows += self.solve_seconds.lines()
         return "\n".join(rows) + "\n"
+
+    def _counters(self) -> tuple[Counter, ...]:
+        return (self.plan_requests, self.cache_hits, self.solves, self.problems, self.failures, self.swept)
 
 
 def _gauge(name: str, description: str, value: int) -> Iterator[str]:

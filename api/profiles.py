@@ -43,7 +43,7 @@ class Profiles:
     def add(self, resolved: ResolvedProfile) -> bool:
         """Store a profile; False when it is already there."""
         self._keep(resolved.id, resolved.profile)
-        if self._store.has_profile(resolved.id):  # asked first: a large profile takes a while to write out
+        if self._store.touch_profile(resolved.id):  # asked first: a large profile takes a while to write out
             return False
         return self._store.add_profile(resolved.id, resolved.profile.model_dump_json(by_alias=True))
 

@@ -1,4 +1,4 @@
-"""Profiles, plans, jobs, their events and measured runs in one SQLite file (WAL; a backup is a copy of the file).
+"""Profiles, plans, jobs, their events and measured runs in one SQLite file (WAL; ``VACUUM INTO`` makes a backup).
 
 One service owns the file, and holds a lock beside it while it runs; so a job that is still `running` when the service
 starts belongs to a dead process, and is queued again (at least once: solves are pure).
@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -109,6 +109,15 @@ class MeasurementRow:
     created_at: str
 
 
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """How many rows were too old."""
+
+    plans: int
+    profiles: int
+    jobs: int
+
+
 PLAN_COLUMNS = tuple(field.name for field in fields(PlanRow) if field.name != "number")
 
 
@@ -151,9 +160,10 @@ class Store:
         with self._transaction():
             return self._run(sql, profile_id, document, now()).rowcount > 0
 
-    def has_profile(self, profile_id: str) -> bool:
-        """Is the profile there?"""
-        return self._text("SELECT id FROM profiles WHERE id = ?", profile_id) is not None
+    def touch_profile(self, profile_id: str) -> bool:
+        """Is the profile there? Then it is as young as a new one, lest it be deleted before its job is there."""
+        with self._transaction():
+            return self._run("UPDATE profiles SET created_at = ? WHERE id = ?", now(), profile_id).rowcount > 0
 
     def profile(self, profile_id: str) -> str | None:
         """JSON of a profile."""
@@ -272,7 +282,41 @@ class Store:
         columns = "SELECT measurements.id, plans.document, measurements.document FROM measurements"
         yield from self._run(f"{columns} JOIN plans ON plans.id = measurements.plan_id ORDER BY measurements.id")
 
+    # Deletion
+
+    def delete_plan(self, plan_id: str) -> bool:
+        """Delete a plan with its measured runs and ended jobs; False when there is none."""
+        with self._transaction():
+            self._run("DELETE FROM measurements WHERE plan_id = ?", plan_id)
+            return self._delete_plans("id = ?", plan_id) > 0
+
+    def sweep(self, *, plans_before: str | None, jobs_before: str | None) -> Swept:
+        """Delete what is older than these moments (None: nothing is): plans that have no measured run, profiles that
+        neither a plan nor an active job needs, and jobs that had ended by then."""
+        plans = profiles = jobs = 0
+        with self._transaction():
+            if plans_before is not None:
+                unmeasured = "id NOT IN (SELECT plan_id FROM measurements)"
+                plans = self._delete_plans(f"created_at < ? AND {unmeasured}", plans_before)
+                active = "SELECT profile_id FROM jobs WHERE status IN ('queued', 'running')"
+                needed = f"SELECT profile_id FROM plans UNION {active}"
+                sql = f"DELETE FROM profiles WHERE created_at < ? AND id NOT IN ({needed})"
+                profiles = self._run(sql, plans_before).rowcount
+            if jobs_before is not None:
+                jobs = self._delete_jobs("finished_at < ?", jobs_before)
+        return Swept(plans, profiles, jobs)
+
     # Within
+
+    def _delete_plans(self, condition: str, value: str) -> int:
+        """With their ended jobs; an active one will store the plan anew."""
+        self._delete_jobs(f"finished_at IS NOT NULL AND plan_id IN (SELECT id FROM plans WHERE {condition})", value)
+        return self._run(f"DELETE FROM plans WHERE {condition}", value).rowcount
+
+    def _delete_jobs(self, condition: str, value: str) -> int:
+        """With their events."""
+        self._run(f"DELETE FROM events WHERE job_id IN (SELECT id FROM jobs WHERE {condition})", value)
+        return self._run(f"DELETE FROM jobs WHERE {condition}", value).rowcount
 
     def _prepare(self, path: Path) -> None:
         self._run("PRAGMA journal_mode = WAL")
@@ -332,7 +376,13 @@ class Store:
 
 def now() -> str:
     """This moment, RFC 3339, UTC."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return days_ago(0)
+
+
+def days_ago(days: float) -> str:
+    """A moment in the past, written like `now`: texts are ordered as their moments are."""
+    moment = datetime.now(UTC) - timedelta(days=days)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _unusable(path: Path, error: sqlite3.Error) -> DocumentError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -24,6 +24,8 @@ HEADERS = {
 }
 WITHOUT_END = frozenset({"br", "img", "input", "link", "meta"})
 ADDRESSES = frozenset({"href", "src", "action"})
+LONG_TEXT = 40
+"""Characters of a cell that is kept from becoming a narrow column."""
 MENU = (("/", "Plans"), ("/plan", "Ask for a plan"), ("/v1/models", "Models"), ("/v1/devices", "Devices"))
 
 
@@ -33,7 +35,7 @@ class Element:
 
     name: str
     children: tuple[Node, ...]
-    attributes: dict[str, str | bool]
+    attributes: Mapping[str, str | bool]
 
 
 Node = Element | str | Iterable["Node"]
@@ -90,7 +92,8 @@ def table(caption: str, head: Iterable[str], rows: Iterable[Iterable[Node]], *, 
     right = frozenset(numbers)
 
     def cell(name: str, column: int, content: Node, **attributes: Any) -> Element:
-        return tag(name, content, class_="number" if column in right else None, **attributes)
+        is_long = isinstance(content, str) and len(content) > LONG_TEXT
+        return tag(name, content, class_="number" if column in right else "long" if is_long else None, **attributes)
 
     head_cells = [cell("th", column, content, scope="col") for column, content in enumerate(head)]
     body = [

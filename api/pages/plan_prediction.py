@@ -33,7 +33,7 @@ MEMORY_COLOURS = {
 def time(prediction: Prediction) -> Element:
     """Where the seconds of the rank that ends last go; they add up to the step."""
     whole, spent = prediction.step_seconds, prediction.breakdown.model_dump()
-    rows = []
+    rows: list[tuple[Node, ...]] = []
     for name, value in spent.items():
         words = name.removesuffix("_seconds").replace("_", " ")
         if value:

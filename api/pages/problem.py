@@ -26,8 +26,8 @@ def problem(code: str, request: Request) -> HTMLResponse:
 
 def problem_page(request: Request, document: ProblemDocument) -> HTMLResponse:
     """An error, for a browser that asked for a page."""
-    number = [tag("p", "Request ", tag("code", document.request_id))] if document.request_id else []
-    return page(request, document.title, problem_text(document), *number, status=document.status)
+    number: Node = tag("p", "Request ", tag("code", document.request_id)) if document.request_id else ""
+    return page(request, document.title, problem_text(document), number, status=document.status)
 
 
 def problem_text(document: ProblemDocument) -> Node:
@@ -36,8 +36,13 @@ def problem_text(document: ProblemDocument) -> Node:
 
 
 def _error(error: ErrorItem) -> Node:
-    field = [tag("code", error.field), ": "] if error.field else []
-    return [*field, tag("span", error.message, class_="wrong"), *([" ", error.mend] if error.mend else [])]
+    field: Node = (tag("code", error.field), ": ") if error.field else ""
+    return field, tag("span", error.message, class_="wrong"), " ", sentence(error.mend)
+
+
+def sentence(mend: str) -> str:
+    """What to do instead, as a sentence of its own."""
+    return mend[:1].upper() + mend[1:]
 
 
 def _kinds() -> dict[str, type[PlannerError]]:

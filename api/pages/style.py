@@ -16,10 +16,11 @@ table { border-collapse: collapse; min-width: 100%; }
 caption { text-align: left; padding: .3rem 0; opacity: .8; }
 th, td { text-align: left; vertical-align: top; padding: .35rem .9rem .35rem 0; border-bottom: 1px solid var(--line); }
 tbody th { font-weight: normal; }
+.long { min-width: 18rem; }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 figure { margin: 0; }
 figure img { width: 100%; background: #fff; border: 1px solid var(--line); }
-svg.bar { display: block; width: 100%; min-width: 9rem; height: 1.1rem; background: var(--faint); }
+svg.bar { display: block; width: 100%; min-width: 12rem; height: 1.1rem; background: var(--faint); }
 svg.key { width: .8rem; height: .8rem; margin-right: .3rem; vertical-align: -.05rem; }
 ul.keys { list-style: none; padding: 0; } ul.keys li { display: inline-block; margin-right: 1.2rem; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1.2rem; }

@@ -13,6 +13,7 @@ from api.documents import PlanCreate
 from api.errors import MediaTypeError, ServiceError, status_of
 from api.pages.html import Element, Node, page, tag
 from api.pages.job import SEE_OTHER
+from api.pages.problem import sentence
 from api.pages.wish_fields import BY_NAME, FIELDS, LONGEST_ANSWER, Answers, Field, body_of, defaults, field_of
 from api.planning import ask
 from api.store import JobRow
@@ -103,7 +104,7 @@ def _summary(problems: Sequence[Problem], elsewhere: Sequence[Problem]) -> Itera
 
 def _field(field: Field, answer: str, problems: Sequence[Problem]) -> Element:
     """Label, input, hint and what is wrong with the answer."""
-    wrong = " ".join(f"{problem.message} {problem.mend}".strip() for problem in problems)
+    wrong = " ".join(f"{problem.message} {sentence(problem.mend)}".strip() for problem in problems)
     told = {kind: words for kind, words in (("hint", field.hint), ("wrong", wrong)) if words}
     control = _control(
         field,

@@ -127,7 +127,7 @@ def path_text(path: tuple[str | int, ...]) -> str:
 def answers_of(request: PlanRequest) -> dict[str, str] | None:
     """What one would have typed for a request; None where the form cannot say it."""
     group = request.cluster.node_groups[0]
-    body = {"model": request.model, "cluster": request.cluster.model_dump(mode="json")}
+    body: dict[str, Any] = {"model": request.model, "cluster": request.cluster.model_dump(mode="json")}
     body["job"] = request.job.model_dump(mode="json", exclude_none=True)
     body["options"] = request.options.model_dump(mode="json")
     if request.model is None or len(request.cluster.node_groups) > 1 or not isinstance(group.device, str):

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from fastapi import APIRouter
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
-from api.dependencies import JobDependency, LastEventDependency, ServicesDependency
+from api.dependencies import JobDependency, LastEventDependency, RootDependency, ServicesDependency
 from api.documents import JobView
 from api.jobs import view_of
 
@@ -18,9 +18,9 @@ RECONNECT_MILLISECONDS = 1000
 
 
 @router.get("/{job_id}")
-async def get_job(job: JobDependency) -> JobView:
+async def get_job(job: JobDependency, root: RootDependency) -> JobView:
     """How far a solve is: its status, its best plan so far, and the bound that no plan beats."""
-    return view_of(job)
+    return view_of(job, root)
 
 
 @router.get("/{job_id}/events", response_class=EventSourceResponse)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request, Response
@@ -11,7 +12,14 @@ from fastapi.responses import JSONResponse
 
 from api.caching import FOREVER, REVALIDATE, cacheable
 from api.cursors import cursor_of, number_of
-from api.dependencies import ResultDependency, Services, ServicesDependency, StoredResult, WaitDependency
+from api.dependencies import (
+    ResultDependency,
+    RootDependency,
+    Services,
+    ServicesDependency,
+    StoredResult,
+    WaitDependency,
+)
 from api.documents import (
     Explanation,
     JobView,
@@ -24,12 +32,15 @@ from api.documents import (
 )
 from api.errors import JobCancelledError, NotFoundError
 from api.jobs import view_of
+from api.links import root_of
 from api.planning import ask
 from api.problems import response_of
 from api.store import LARGEST_INTEGER, JobRow, MeasurementRow, PlanRow
 from api.timeline import predicted_timeline
 from planner.errors import MismatchError
 from planner.spec import Infeasible, MeasuredRun, Plan
+
+logger = logging.getLogger("api")
 
 router = APIRouter(prefix="/v1/plans", tags=["plans"])
 
@@ -63,19 +74,29 @@ async def create_plan(body: PlanCreate, request: Request, parts: ServicesDepende
 @router.get("")
 def list_plans(
     parts: ServicesDependency,
+    root: RootDependency,
     cursor: Annotated[str | None, Query()] = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
 ) -> PlanPage:
     """Plans, newest first; `next` is the cursor of the following page."""
     rows = parts.store.plans(before=number_of(cursor), limit=limit + 1)
     shown, more = rows[:limit], len(rows) > limit
-    return PlanPage(plans=tuple(map(_summary, shown)), next=cursor_of(shown[-1].number) if more else None)
+    return PlanPage(
+        plans=tuple(_summary(row, root) for row in shown), next=cursor_of(shown[-1].number) if more else None
+    )
 
 
 @router.get("/{plan_id}", response_model=Plan | Infeasible, responses={304: {"description": "You have it already."}})
 def get_plan(request: Request, result: ResultDependency) -> Response:
     """The plan, or why none fits."""
     return _answer(request, result, cache="hit")
+
+
+@router.delete("/{plan_id}", status_code=204)
+def delete_plan(result: ResultDependency, parts: ServicesDependency) -> None:
+    """Delete a plan, its measured runs and its ended jobs; asked for again, it is solved again."""
+    parts.store.delete_plan(result.row.id)
+    logger.info("plan %s: deleted", result.row.id)
 
 
 @router.get("/{plan_id}/stage-map", response_model=StageMap)
@@ -129,7 +150,7 @@ def get_explanation(request: Request, result: ResultDependency) -> Response:
 
 @router.post("/{plan_id}/measurements", status_code=201)
 def create_measurement(
-    body: MeasuredRun, response: Response, result: ResultDependency, parts: ServicesDependency
+    body: MeasuredRun, response: Response, result: ResultDependency, parts: ServicesDependency, root: RootDependency
 ) -> MeasurementView:
     """Store what a run of this plan really did (the measured.json of `planner run`)."""
     plan = result.plan()
@@ -139,17 +160,17 @@ def create_measurement(
             field="plan_id",
             mend=f"POST it to /v1/plans/{body.plan_id}/measurements.",
         )
-    view = _measurement_view(parts.store.add_measurement(plan.id, body.model_dump_json()), result.row)
-    response.headers["Location"] = view.url
+    view = _measurement_view(parts.store.add_measurement(plan.id, body.model_dump_json()), result.row, root)
+    response.headers["Location"] = f"/v1/plans/{plan.id}/measurements/{view.id}"
     return view
 
 
 @router.get("/{plan_id}/measurements")
-def list_measurements(result: ResultDependency, parts: ServicesDependency) -> MeasurementList:
+def list_measurements(result: ResultDependency, parts: ServicesDependency, root: RootDependency) -> MeasurementList:
     """Measured runs of this plan, newest first, each against the prediction."""
     result.plan()
     rows = parts.store.measurements(result.row.id)
-    return MeasurementList(measurements=tuple(_measurement_view(row, result.row) for row in rows))
+    return MeasurementList(measurements=tuple(_measurement_view(row, result.row, root) for row in rows))
 
 
 @router.get("/{plan_id}/measurements/{measurement_id}", response_model=MeasuredRun)
@@ -174,11 +195,12 @@ def _after_wait(request: Request, parts: Services, job: JobRow, wait: float) -> 
     """What the client gets once the wait is over, however the job stands."""
     if job.status in ("succeeded", "infeasible"):
         found = parts.store.plan(job.plan_id)
-        assert found is not None
+        if found is None:
+            raise NotFoundError(f"plan {job.plan_id} was deleted meanwhile.", mend="ask for the plan again.")
         return _answer(request, StoredResult(*found), cache="fwd=miss; stored")
     if job.status == "cancelled":
         raise JobCancelledError(f"job {job.id} was cancelled by a client.", mend="ask for the plan again.")
-    view = view_of(job)
+    view = view_of(job, root_of(request.scope))
     if job.status == "failed":
         assert view.problem is not None
         parts.metrics.problems.add(code=view.problem.code)
@@ -200,7 +222,7 @@ def _answer(request: Request, result: StoredResult, *, cache: str) -> Response:
     return response
 
 
-def _summary(row: PlanRow) -> PlanSummary:
+def _summary(row: PlanRow, root: str) -> PlanSummary:
     return PlanSummary(
         id=row.id,
         status=row.status,
@@ -208,11 +230,11 @@ def _summary(row: PlanRow) -> PlanSummary:
         devices=row.devices,
         step_seconds=row.step_seconds,
         created_at=row.created_at,
-        url=f"/v1/plans/{row.id}",
+        url=f"{root}/v1/plans/{row.id}",
     )
 
 
-def _measurement_view(row: MeasurementRow, plan: PlanRow) -> MeasurementView:
+def _measurement_view(row: MeasurementRow, plan: PlanRow, root: str) -> MeasurementView:
     assert plan.step_seconds is not None
     measured = MeasuredRun.model_validate_json(row.document).median_step_seconds
     return MeasurementView(
@@ -222,5 +244,5 @@ def _measurement_view(row: MeasurementRow, plan: PlanRow) -> MeasurementView:
         median_step_seconds=measured,
         predicted_step_seconds=plan.step_seconds,
         error=measured / plan.step_seconds - 1,
-        url=f"/v1/plans/{row.plan_id}/measurements/{row.id}",
+        url=f"{root}/v1/plans/{row.plan_id}/measurements/{row.id}",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from api.caching import FOREVER, cacheable
-from api.dependencies import ServicesDependency
+from api.dependencies import RootDependency, ServicesDependency
 from api.documents import CatalogueProfile, ProfileCreate, ProfileSummary
 from api.profiles import ResolvedProfile
 from planner.spec import ModelProfile
@@ -14,13 +14,15 @@ router = APIRouter(prefix="/v1/profiles", tags=["profiles"])
 
 
 @router.post("", status_code=201, responses={200: {"model": ProfileSummary, "description": "It was stored before."}})
-def create_profile(body: ProfileCreate, response: Response, parts: ServicesDependency) -> ProfileSummary:
+def create_profile(
+    body: ProfileCreate, response: Response, parts: ServicesDependency, root: RootDependency
+) -> ProfileSummary:
     """Store a profile, or the counted profile of a catalogue model. The same profile always gets the same id."""
     resolved = _resolve(body.root, parts)
     if not parts.profiles.add(resolved):
         response.status_code = 200
     response.headers["Location"] = f"/v1/profiles/{resolved.id}"
-    return _summary(resolved)
+    return _summary(resolved, root)
 
 
 @router.get("/{profile_id}", response_model=ModelProfile)
@@ -36,7 +38,7 @@ def _resolve(body: ModelProfile | CatalogueProfile, parts: ServicesDependency) -
     return parts.profiles.derived(body.model, sequence_length=body.sequence_length, dtype=body.dtype)
 
 
-def _summary(resolved: ResolvedProfile) -> ProfileSummary:
+def _summary(resolved: ResolvedProfile, root: str) -> ProfileSummary:
     profile = resolved.profile
     copies = sum(shared.parameters * (len(shared.layers) - 1) for shared in profile.shared_parameters)
     return ProfileSummary(
@@ -46,5 +48,5 @@ def _summary(resolved: ResolvedProfile) -> ProfileSummary:
         dtype=profile.dtype,
         layers=len(profile.layers),
         parameters=sum(layer.parameters for layer in profile.layers) - copies,
-        url=f"/v1/profiles/{resolved.id}",
+        url=f"{root}/v1/profiles/{resolved.id}",
     )

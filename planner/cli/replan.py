@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, product
 from math import gcd
 from typing import Any
+from urllib.parse import urljoin
 
 from planner.cli.inputs import profile_behind
 from planner.cli.rebalance import rebalanced
@@ -272,7 +273,7 @@ def _ask(address: str, question: dict[str, Any]) -> Plan | Infeasible:
     until = time.monotonic() + 2 * SEARCH_SECONDS
     while status == 202 and time.monotonic() < until:
         time.sleep(float(headers.get("Retry-After", "1")))
-        _, _, job = exchange(f"{address}{headers['Location']}")
+        _, _, job = exchange(urljoin(f"{address}/", headers["Location"]))
         if job["status"] in ("succeeded", "infeasible"):
             status, _, answer = exchange(f"{address}/v1/plans/{job['plan_id']}")
         elif job["status"] not in ("queued", "running"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import urllib.error
 import urllib.request
 from http.client import HTTPException
@@ -13,6 +14,8 @@ from planner.errors import DocumentError, RunError
 WAIT_SECONDS = 60.0
 """For which the service is asked to hold a request open, at most; it answers within twice as long, or is not there."""
 SCHEMES = ("http://", "https://")
+KEY_VARIABLE = "PLANNER_API_KEY"
+"""Of the environment: the API key, where the service asks for one. No option: other users would see it."""
 REDIRECTS = (301, 302, 303, 307, 308)
 
 
@@ -48,7 +51,7 @@ def exchange(url: str, body: Any = None, **headers: str) -> tuple[int, dict[str,
     """
     encoded = None if body is None else json.dumps(body).encode()
     try:
-        request = urllib.request.Request(url, encoded, {"Content-Type": "application/json", **headers})
+        request = urllib.request.Request(url, encoded, {"Content-Type": "application/json", **_key(), **headers})
         with _OPENER.open(request, timeout=2 * WAIT_SECONDS) as response:
             text = response.read().decode()
             is_json = response.headers.get_content_type() == "application/json"
@@ -64,6 +67,12 @@ def exchange(url: str, body: Any = None, **headers: str) -> tuple[int, dict[str,
         raise RunError(
             f"does not answer: {error}.", field=url, mend="start it with `planner serve`, or correct the address."
         ) from None
+
+
+def _key() -> dict[str, str]:
+    """Nothing where there is no key."""
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _detail(error: urllib.error.HTTPError) -> str:

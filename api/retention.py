@@ -1,0 +1,39 @@
+"""Deletes what has become too old, where the settings say so: at the start, and every hour."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+from dataclasses import asdict
+
+from api.metrics import Metrics
+from api.settings import Settings
+from api.store import Store, days_ago
+
+logger = logging.getLogger("api")
+
+SECONDS_BETWEEN_SWEEPS = 3600.0
+
+
+async def keep_swept(store: Store, settings: Settings, metrics: Metrics) -> None:
+    """Sweep until the task is cancelled; at once over when everything is kept for ever."""
+    while settings.keep_plans_days or settings.keep_jobs_days:
+        try:
+            await asyncio.to_thread(sweep, store, settings, metrics)
+        except sqlite3.Error:  # a full disk, say: the service goes on, /readyz tells, and the next sweep tries again
+            logger.exception("the sweep failed")
+        await asyncio.sleep(SECONDS_BETWEEN_SWEEPS)
+
+
+def sweep(store: Store, settings: Settings, metrics: Metrics) -> None:
+    """Once."""
+    swept = store.sweep(plans_before=_limit(settings.keep_plans_days), jobs_before=_limit(settings.keep_jobs_days))
+    for table, rows in asdict(swept).items():
+        metrics.swept.add(rows, table=table)
+    if any(asdict(swept).values()):
+        logger.info("too old: %d plans, %d profiles and %d jobs deleted", swept.plans, swept.profiles, swept.jobs)
+
+
+def _limit(days: float) -> str | None:
+    return days_ago(days) if days else None
