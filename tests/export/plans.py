@@ -141,6 +141,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "activations-on-host": {"cluster": LARGE_HOSTS, "data_parallel_degree": 2, "activation_offload": True},
     "states-on-host": {"cluster": LARGE_HOSTS, "data_parallel_degree": 2, "optimizer_offload": True},
     "fp8": {"model": "llama-3.2-1b", "data_parallel_degree": 2, "precision": "fp8"},
+    "half-precision-alone": {"data_parallel_degree": 2, "precision": "bf16"},
     "adafactor": {"data_parallel_degree": 2, "optimizer": "adafactor"},
     "convolutions": {"model": "resnet-50", "sequence_length": 0, "pipeline_parallel_degree": 2, "zero_stage": 0},
     "unlike-halves": {"model": "t5-small", "pipeline_parallel_degree": 2, "sequence_length": 128},

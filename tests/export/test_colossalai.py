@@ -1,0 +1,192 @@
+"""Colossal-AI: the arguments of its plugin, and stages as its stage manager deals them."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from itertools import accumulate, pairwise
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from planner.export import find
+from planner.spec import Plan
+from tests.export.plans import plan_of, planned
+from tests.export.texts import body, refused, with_job
+
+
+def test_a_pipeline() -> None:
+    """Uneven stages, in Python that needs no change."""
+    assert (
+        body(
+            "colossalai",
+            data_parallel_degree=2,
+            pipeline_parallel_degree=2,
+            layers_per_stage=(6, 8),
+            rank_order="tp-cp-pp-dp",
+            zero_stage=1,
+            recompute="full",
+        )
+        == '''
+from colossalai.booster.plugin import HybridParallelPlugin
+from colossalai.shardformer import PipelineGradientCheckpointConfig
+
+BATCH_SIZE = 8  # samples of one data-parallel rank per step
+ACCUMULATION_STEPS = 1  # backwards per optimizer step, all but the last under booster.no_sync
+SEQUENCE_LENGTH = 256
+RECOMPUTES = True  # whether to call model.gradient_checkpointing_enable() before booster.boost
+# The optimizer is yours: adamw.
+
+
+def plugin() -> HybridParallelPlugin:
+    """For 4 ranks, once colossalai.launch_from_torch() was called."""
+    made = HybridParallelPlugin(
+        tp_size=1,
+        pp_size=2,
+        precision="bf16",
+        zero_stage=1,
+        cpu_offload=False,
+        dp_outside=True,
+        enable_flash_attention=True,
+        pp_style="1f1b",
+        num_microbatches=8,
+        num_model_chunks=1,
+        num_layers_per_stage=[5, 7],
+        gradient_checkpoint_config=PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[5, 7]),
+    )
+    return made
+'''
+    )
+
+
+def test_sharded_data_parallelism_that_offloads() -> None:
+    """Without a pipeline nothing is told of micro-batches; ZeRO 2 scatters gradients in every backward."""
+    text = body(
+        "colossalai",
+        model="llama-3.2-1b",
+        cluster=plan_of("states-on-host").request.cluster,
+        data_parallel_degree=2,
+        zero_stage=2,
+        optimizer_offload=True,
+        optimizer="adam",
+    )
+    assert (
+        text.split("\n\n", 1)[1]
+        == '''\
+BATCH_SIZE = 1  # samples of one data-parallel rank per backward
+ACCUMULATION_STEPS = 8  # backwards per optimizer step, none under booster.no_sync
+SEQUENCE_LENGTH = 256
+RECOMPUTES = False  # whether to call model.gradient_checkpointing_enable() before booster.boost
+# The optimizer is yours: colossalai.nn.optimizer.HybridAdam.
+
+
+def plugin() -> HybridParallelPlugin:
+    """For 2 ranks, once colossalai.launch_from_torch() was called."""
+    made = HybridParallelPlugin(
+        tp_size=1,
+        pp_size=1,
+        precision="bf16",
+        zero_stage=2,
+        cpu_offload=True,
+        dp_outside=False,
+        enable_flash_attention=True,
+    )
+    return made
+'''
+    )
+
+
+@pytest.mark.parametrize("name", ["uneven-stages", "virtual-stages", "per-layer-recompute"])
+def test_the_stage_manager_deals_blocks_as_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What PipelineStageManager.get_stage_index makes of the file are the plan's stages, recomputing as many blocks."""
+    plan = plan_of(name)
+    plugin = made(plan, monkeypatch)
+    sizes, ranks = plugin.stage_manager.num_layers_per_stage, plugin.pp_size
+    bounds = list(pairwise((0, *accumulate(sizes))))
+    first = 0
+    for stage in plan.stages:
+        rank, chunk = stage.index % ranks, stage.index // ranks
+        blocks = [layer for layer in stage.layers if layer.modules[0].startswith("transformer.h.")]
+        assert bounds[rank + chunk * ranks] == (first, first + len(blocks))
+        if plugin.recompute:
+            assert plugin.recompute[rank + chunk * ranks] == sum(layer.recompute != "none" for layer in blocks)
+        assert stage.pipeline_rank == rank
+        first += len(blocks)
+    assert first == 12
+
+
+def made(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The plugin of the exported file, with Colossal-AI's names standing for what they are given."""
+
+    def plugin(**arguments: Any) -> SimpleNamespace:
+        per_rank = arguments.get("num_layers_per_stage")
+        assert per_rank is None or len(per_rank) == arguments["pp_size"]  # as PipelineStageManager asserts
+        manager = SimpleNamespace(num_layers_per_stage=per_rank)
+        recompute = arguments.pop("gradient_checkpoint_config", None)
+        return SimpleNamespace(stage_manager=manager, recompute=recompute, **arguments)
+
+    for name in ("colossalai", "colossalai.booster", "colossalai.booster.plugin", "colossalai.shardformer"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(sys.modules["colossalai.booster.plugin"], "HybridParallelPlugin", plugin, raising=False)
+    config = lambda *, num_ckpt_layers_per_stage: num_ckpt_layers_per_stage  # noqa: E731
+    monkeypatch.setattr(
+        sys.modules["colossalai.shardformer"], "PipelineGradientCheckpointConfig", config, raising=False
+    )
+    names: dict[str, Any] = {}
+    exec(find("colossalai").write(plan).text, names)
+    return names["plugin"]()
+
+
+def test_recomputation_is_moved_to_the_first_blocks() -> None:
+    """As many as planned, and told where the plan chose others."""
+    plan = plan_of("per-layer-recompute")
+    stages = plan.stages
+    last = stages[-1].model_copy(
+        update={
+            "layers": (
+                *stages[-1].layers[:-2],
+                stages[-1].layers[-2].model_copy(update={"recompute": "full"}),
+                stages[-1].layers[-1],
+            )
+        }
+    )
+    export = find("colossalai").write(plan.model_copy(update={"stages": (*stages[:-1], last)}))
+    assert "recomputes the first blocks of a stage, as many as planned" in export.warnings[-1]
+
+
+def test_context_parallelism_is_a_ring() -> None:
+    """A sequence-parallel group of its own, in the mode whose mesh has it outside of the tensor-parallel ranks."""
+    call = ast.unparse(ast.parse(find("colossalai").write(plan_of("context")).text))
+    assert "enable_sequence_parallelism=True, sequence_parallelism_mode='ring_attn', sp_size=2" in call
+
+
+@pytest.mark.parametrize(
+    ("field", "layout"),
+    [
+        ("layout.zero_stage", {"data_parallel_degree": 2, "pipeline_parallel_degree": 2, "zero_stage": 2}),
+        ("layout.zero_stage", {"data_parallel_degree": 2, "zero_stage": 3}),
+        ("layout.zero_shard_degree", {"data_parallel_degree": 4, "zero_stage": 1, "zero_shard_degree": 2}),
+        ("layout.schedule", {"pipeline_parallel_degree": 2, "schedule": "gpipe"}),
+        ("request.job.precision", {"precision": "bf16"}),
+        ("request.job.optimizer", {"optimizer": "adafactor"}),
+    ],
+)
+def test_what_colossalai_cannot_do_is_refused(field: str, layout: dict[str, Any]) -> None:
+    """The refusal names the field of the plan."""
+    assert refused(planned(**layout), "colossalai") == field
+
+
+@pytest.mark.parametrize(
+    ("field", "name"),
+    [("layout.optimizer_offload", "states-on-host"), ("layout.activation_offload", "activations-on-host")],
+)
+def test_offloading_beyond_zero_is_refused(field: str, name: str) -> None:
+    """Only ZeRO's optimizer has its states on the host."""
+    assert refused(plan_of(name), "colossalai") == field
+
+
+def test_zero_in_fp32_is_refused() -> None:
+    """Its ZeRO optimizer takes half precision only; without ZeRO, fp32 is fine."""
+    assert refused(with_job(plan_of("zero-1"), precision="fp32"), "colossalai") == "layout.zero_stage"
+    assert refused(with_job(plan_of("one-device"), precision="fp32"), "colossalai") == ""

@@ -1,0 +1,51 @@
+"""Texts of exports, without what changes with the cost model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from planner.errors import UnsupportedError
+from planner.export import Export, find
+from planner.spec import Plan
+from tests.export.plans import planned
+
+
+def written(target: str, **layout: Any) -> Export:
+    """The export of a plan that `planned` makes."""
+    return find(target).write(planned(**layout))
+
+
+def body(target: str, **layout: Any) -> str:
+    """The text of `written`, without the lines of `planner.export.target.header`."""
+    lines = written(target, **layout).text.splitlines(keepends=True)
+    told = ("# Plan ", "# Promised: ", "# Not as planned: ")
+    return "".join(line for line in lines if not line.startswith(told))
+
+
+def document(target: str, **layout: Any) -> dict[str, Any]:
+    """The JSON of `written`, without its lines about the plan."""
+    found: dict[str, Any] = json.loads(written(target, **layout).text)
+    del found["planner"]
+    return found
+
+
+def refused(plan: Plan, target: str) -> str:
+    """The field of the plan that a target refuses; empty: it does not."""
+    try:
+        find(target).write(plan)
+    except UnsupportedError as error:
+        return error.problems[0].field
+    return ""
+
+
+def with_job(plan: Plan, **fields: Any) -> Plan:
+    """The plan, as if it were for another job."""
+    job = plan.request.job.model_copy(update=fields)
+    return plan.model_copy(update={"request": plan.request.model_copy(update={"job": job})})
+
+
+def filled(plan: Plan) -> Plan:
+    """The plan, as if its devices had no byte to spare."""
+    rows = tuple(row.model_copy(update={"capacity_bytes": row.peak_bytes}) for row in plan.prediction.memory)
+    return plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"memory": rows})})
