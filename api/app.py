@@ -39,7 +39,6 @@ def create_app(settings: Settings | None = None, *, work: Work | None = None) ->
         generate_unique_id_function=_operation_id,
         separate_input_output_schemas=False,
         responses=problems.RESPONSES,
-        root_path=settings.root_path,
     )
     app.state.metrics = Metrics()
     problems.install(app, pages.problem_page)

@@ -12,7 +12,7 @@ def root_of(scope: Scope) -> str:
 
 
 def path_within(scope: Scope) -> str:
-    """The request's path as the service knows it, whether the proxy has stripped the prefix or not."""
+    """The request's path as the routes know it: servers put the prefix before it, which the proxy has stripped."""
     path: str = scope["path"]
     root = root_of(scope)
     return path[len(root) :] if root and path.startswith(f"{root}/") else path

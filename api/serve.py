@@ -43,6 +43,7 @@ def server_of(settings: Settings, app: FastAPI | None = None) -> PlannerServer:
         app,
         host=settings.host,
         port=settings.port,
+        root_path=settings.root_path,
         log_config=None,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
     )

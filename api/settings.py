@@ -36,7 +36,7 @@ class Settings(BaseModel):
     port: int = Field(default=8000, ge=0, le=65535)
     """0: any free port."""
     root_path: str = Field(default="", pattern=r"^(/[\w.~-]+)*$")
-    """Prefix under which a reverse proxy serves the service, such as ``/planner``."""
+    """Prefix under which a reverse proxy serves the service, and which it strips, such as ``/planner``."""
     keys_file: str = ""
     """File of API keys, one ``NAME SCOPE SHA256`` per line; empty: none. See `planner serve --make-key`."""
     keys: str = ""

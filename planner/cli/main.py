@@ -40,7 +40,7 @@ VERBS: dict[str, str] = {
 
 EPILOG = """\
 exit codes: 0 done, 1 failed, 2 wrong usage or bad input, 3 no feasible plan
-environment: NO_COLOR=1 switches colour off, PLANNER_DEBUG=1 shows tracebacks
+environment: NO_COLOR=1 switches colour off, PLANNER_DEBUG=1 shows tracebacks, PLANNER_API_KEY goes to the service
 """
 
 
