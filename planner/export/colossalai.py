@@ -14,13 +14,11 @@ Numbers of layers are numbers of blocks: the embedding goes with the first stage
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
-from planner.export.runtime import Runtime, whole_block_recompute, whole_model_recompute
+from planner.export.runtime import Runtime, first_blocks_recompute, whole_block_recompute, whole_model_recompute
 from planner.export.target import Export, Target, header, refuse
-from planner.export.transformer import Transformer
+from planner.export.transformer import Transformer, TransformerStage
 from planner.spec import Plan
-from planner.spec.profile import RecomputeMode
 
 _VERSION = "0.5.0, commit 4f9953b, April 2026"
 _COLOSSALAI = Runtime(
@@ -108,7 +106,10 @@ def _arguments(plan: Plan, blocks: Transformer) -> tuple[dict[str, object], list
         )
     if layout.pipeline_parallel_degree > 1:
         arguments |= _pipeline(plan, blocks)
-        warnings += [*whole_block_recompute(blocks, _COLOSSALAI.name), *_moved(blocks)]
+        warnings += [
+            *whole_block_recompute(blocks, _COLOSSALAI.name),
+            *first_blocks_recompute(blocks, _COLOSSALAI.name),
+        ]
     else:
         warnings += whole_model_recompute(blocks, _COLOSSALAI.name)[1]
     return arguments, warnings
@@ -124,7 +125,7 @@ def _pipeline(plan: Plan, blocks: Transformer) -> dict[str, object]:
     if layout.virtual_stages_per_rank == 1:
         arguments["num_layers_per_stage"] = [stage.blocks for stage in blocks.stages]
     if _recomputes(blocks):
-        counts = [len(_recomputed(stage.recompute)) for stage in blocks.stages]
+        counts = [_recomputing(stage) for stage in blocks.stages]
         arguments["gradient_checkpoint_config"] = _Code(
             f"PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage={counts})"
         )
@@ -132,20 +133,11 @@ def _pipeline(plan: Plan, blocks: Transformer) -> dict[str, object]:
 
 
 def _recomputes(blocks: Transformer) -> bool:
-    return any(_recomputed(stage.recompute) for stage in blocks.stages)
+    return any(_recomputing(stage) for stage in blocks.stages)
 
 
-def _recomputed(modes: tuple[RecomputeMode, ...]) -> list[int]:
-    return [number for number, mode in enumerate(modes) if mode != "none"]
-
-
-def _moved(blocks: Transformer) -> Iterator[str]:
-    """Of a stage's blocks the first recompute, whichever the plan chose."""
-    if any((found := _recomputed(stage.recompute)) != list(range(len(found))) for stage in blocks.stages):
-        yield (
-            "Colossal-AI recomputes the first blocks of a stage, as many as planned; the plan chose others, which is "
-            "the same where all blocks are alike."
-        )
+def _recomputing(stage: TransformerStage) -> int:
+    return sum(mode != "none" for mode in stage.recompute)
 
 
 class _Code(str):

@@ -186,6 +186,18 @@ def whole_block_recompute(blocks: Transformer, runtime: str) -> Iterator[str]:
         )
 
 
+def first_blocks_recompute(blocks: Transformer, runtime: str) -> Iterator[str]:
+    """For runtimes that are told how many blocks of a stage recompute: what is told where these are not its first."""
+    for stage in blocks.stages:
+        recompute = [mode != "none" for mode in stage.recompute]
+        if recompute != sorted(recompute, reverse=True):
+            yield (
+                f"{runtime} recomputes the first blocks of a stage, as many as planned; the plan chose others, which "
+                "is the same where all blocks are alike."
+            )
+            return
+
+
 def more_memory(plan: Plan, runtime: str, what: str, *, of_parameters: float) -> str:
     """What is told of memory that the plan does not count, once it is sure to fit.
 

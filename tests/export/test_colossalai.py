@@ -13,7 +13,7 @@ import pytest
 from planner.export import find
 from planner.spec import Plan
 from tests.export.plans import plan_of, planned
-from tests.export.texts import body, refused, with_job
+from tests.export.texts import body, recomputing, refused, with_job
 
 
 def test_a_pipeline() -> None:
@@ -140,18 +140,8 @@ def made(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_recomputation_is_moved_to_the_first_blocks() -> None:
     """As many as planned, and told where the plan chose others."""
-    plan = plan_of("per-layer-recompute")
-    stages = plan.stages
-    last = stages[-1].model_copy(
-        update={
-            "layers": (
-                *stages[-1].layers[:-2],
-                stages[-1].layers[-2].model_copy(update={"recompute": "full"}),
-                stages[-1].layers[-1],
-            )
-        }
-    )
-    export = find("colossalai").write(plan.model_copy(update={"stages": (*stages[:-1], last)}))
+    export = find("colossalai").write(recomputing(plan_of("uneven-stages"), {0: "full", 5: "full"}))
+    assert "num_ckpt_layers_per_stage=[1, 1]" in export.text
     assert "recomputes the first blocks of a stage, as many as planned" in export.warnings[-1]
 
 

@@ -10,7 +10,7 @@ import pytest
 from planner.export import find
 from planner.spec import Plan
 from tests.export.plans import plan_of, planned
-from tests.export.texts import document, filled, refused, with_job
+from tests.export.texts import document, filled, recomputing, refused, with_job
 
 
 def test_a_pipeline() -> None:
@@ -110,19 +110,7 @@ def document_of(plan: Plan) -> dict[str, Any]:
 
 def _recomputes_some() -> Plan:
     """The third and the last block recompute, one of them partly."""
-    plan = plan_of("uneven-stages")
-    modes = {"transformer.h.2": "full", "transformer.h.11": "selective"}
-    stages = tuple(
-        stage.model_copy(
-            update={
-                "layers": tuple(
-                    each.model_copy(update={"recompute": modes.get(each.name, "none")}) for each in stage.layers
-                )
-            }
-        )
-        for stage in plan.stages
-    )
-    return plan.model_copy(update={"stages": stages})
+    return recomputing(plan_of("uneven-stages"), {2: "full", 11: "selective"})
 
 
 PLANS = {

@@ -8,6 +8,8 @@ from typing import Any
 from planner.errors import UnsupportedError
 from planner.export import Export, find
 from planner.spec import Plan
+from planner.spec.plan import PlannedLayer, Stage
+from planner.spec.profile import RecomputeMode
 from tests.export.plans import planned
 
 
@@ -49,3 +51,17 @@ def filled(plan: Plan) -> Plan:
     """The plan, as if its devices had no byte to spare."""
     rows = tuple(row.model_copy(update={"capacity_bytes": row.peak_bytes}) for row in plan.prediction.memory)
     return plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"memory": rows})})
+
+
+def recomputing(plan: Plan, modes: dict[int, RecomputeMode]) -> Plan:
+    """The plan, as if these blocks recomputed so and no others."""
+
+    def recompute(layer: PlannedLayer) -> RecomputeMode:
+        number = layer.modules[0].split(".")[-1]
+        return modes.get(int(number), "none") if number.isdigit() else "none"
+
+    def changed(stage: Stage) -> Stage:
+        layers = (each.model_copy(update={"recompute": recompute(each)}) for each in stage.layers)
+        return stage.model_copy(update={"layers": tuple(layers)})
+
+    return plan.model_copy(update={"stages": tuple(map(changed, plan.stages))})
