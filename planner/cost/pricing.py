@@ -124,13 +124,12 @@ class _Spent:
     backward: int
     backward_weight: int
     recompute: int
-    forward_exchange: int
-    backward_exchange: int
-    """Of the recomputation, too."""
     with_exchange: tuple[int, int]
     """All of forward, and of backward and recomputation."""
-    activation_bytes: int
-    temporary_bytes: int
+    computed: tuple[RecomputeMode, int, int, int, int, int]
+    """The fields of `LayerCost` from `mode` to `communication_ticks`."""
+    kept: tuple[object, ...]
+    """Those behind `backward_ticks`, where sequences are whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +148,9 @@ class _Whole:
     """Equation (T3)."""
 
 
+_NO_GATHERS = (0, 0)
+_DEFAULTS = tuple(LayerCost._field_defaults.values())
+"""Of the last fields."""
 _Parts = tuple[tuple[int, Group], ...]
 """Elements of a layer by the ranks that share them out, or sum their gradients."""
 
@@ -156,8 +158,6 @@ _Parts = tuple[tuple[int, Group], ...]
 class _Exchanged(NamedTuple):
     """Ticks of what data-parallel ranks exchange of one layer."""
 
-    groups: Groups
-    """Kept, because its identity tells them from others."""
     reduction_ticks: int
     update_ticks: int
     gathers: tuple[int, int]
@@ -190,7 +190,20 @@ class Known:
     whole: dict[tuple[int, int, int], _Whole] = field(default_factory=dict)
     """By the layer's parameters, and those that are frozen, too."""
     exchanged: dict[tuple[int, int, Held, bool], _Exchanged] = field(default_factory=dict)
-    """By the communicators, the ZeRO stage, the elements on a rank, and whether the layer has a backward."""
+    """By the number of the communicators, the ZeRO stage, the elements on a rank, and whether the layer has a
+    backward."""
+    numbers: dict[Groups, int] = field(default_factory=dict)
+    """Of communicators."""
+    by_identity: dict[int, tuple[int, Groups]] = field(default_factory=dict)
+    """The same, told without looking at them; they are kept, because their identity tells them from others."""
+
+    def number(self, groups: Groups) -> int:
+        """Of communicators: the same for those that are alike."""
+        found = self.by_identity.get(id(groups))
+        if found is None:
+            number = self.numbers.setdefault(groups, len(self.numbers))
+            found = self.by_identity[id(groups)] = number, groups
+        return found[0]
 
 
 def known_prices(work: Workload, groups: Groups, chunks: int) -> Known:
@@ -225,32 +238,21 @@ class LayerPricing:
 
     def _cost(self, row: Measurement, held: _Held, gathers: tuple[int, int]) -> LayerCost:
         spent = self._spent(row)
-        in_forward = self._exposed(gathers[0], spent.forward)
-        in_backward = self._exposed(gathers[1], spent.backward + spent.recompute)
-        return LayerCost(
-            *held,
-            mode=row.recompute,
-            forward_compute_ticks=spent.forward,
-            backward_compute_ticks=spent.backward,
-            backward_weight_ticks=spent.backward_weight,
-            recompute_ticks=spent.recompute,
-            communication_ticks=spent.forward_exchange + spent.backward_exchange,
-            gather_ticks=in_forward + in_backward,
-            forward_ticks=spent.with_exchange[0] + in_forward,
-            backward_ticks=spent.with_exchange[1] + in_backward,
-            activation_bytes=spent.activation_bytes,
-            temporary_bytes=spent.temporary_bytes,
-            attention=self._attention(row, spent) if self.layout.sequence_chunks > 1 else NO_ATTENTION,
-        )
+        in_forward = in_backward = 0
+        if gathers != _NO_GATHERS:
+            in_forward = self._exposed(gathers[0], spent.forward)
+            in_backward = self._exposed(gathers[1], spent.backward + spent.recompute)
+        ticks_ = in_forward + in_backward, spent.with_exchange[0] + in_forward, spent.with_exchange[1] + in_backward
+        cost = LayerCost._make((*held, *spent.computed, *ticks_, *spent.kept))
+        return cost if self.layout.sequence_chunks == 1 else cost._replace(attention=self._attention(row, spent))
 
     def _exchanged(self, held: Held) -> _Exchanged:
         zero = self.layout.zero_stage
-        key = id(self.groups), zero, held, has_backward(self.plain)
+        key = self.known.number(self.groups), zero, held, has_backward(self.plain)
         found = self.known.exchanged.get(key)
         if found is None:
             parts = self._parts(held.trained, held.trained_experts)
             found = self.known.exchanged[key] = _Exchanged(
-                groups=self.groups,
                 reduction_ticks=ticks(sum([self._reduction_seconds(*part) for part in parts])),
                 update_ticks=ticks(sum([self._update_seconds(*part) for part in parts])) if zero in (1, 2) else 0,
                 gathers=self._gathers(held, parts),
@@ -314,11 +316,9 @@ class LayerPricing:
             backward=backward,
             backward_weight=weight,
             recompute=recompute,
-            forward_exchange=forward_exchange,
-            backward_exchange=backward_exchange,
             with_exchange=(forward + forward_exchange, backward + recompute + backward_exchange),
-            activation_bytes=self._allocated(row.activation_bytes),
-            temporary_bytes=self._allocated(row.temporary_bytes),
+            computed=(row.recompute, forward, backward, weight, recompute, forward_exchange + backward_exchange),
+            kept=(self._allocated(row.activation_bytes), self._allocated(row.temporary_bytes), *_DEFAULTS),
         )
 
     def _computation(self, row: Measurement) -> Computation:
@@ -443,7 +443,7 @@ class LayerPricing:
         """Ticks of ZeRO's exchanges in forward and backward, hidden or not: equations (T6) and (T8)."""
         zero, ogp = self.layout.zero_stage, self.work.recipe
         if zero < 2:
-            return 0, 0
+            return _NO_GATHERS
         gather = scatter = 0.0
         for elements, group in trained:
             scatter += self._collective_seconds("reduce_scatter", elements * ogp.gradient_bytes, group)

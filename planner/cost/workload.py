@@ -382,4 +382,4 @@ def _check_rows(work: Workload) -> None:
 
 def modes_of(rows: dict[RecomputeMode, Measurement]) -> RecomputeModes:
     """Recompute modes that a layer offers, from least to most recomputation."""
-    return tuple(mode for mode in _MODES if mode in rows)
+    return tuple([mode for mode in _MODES if mode in rows])
