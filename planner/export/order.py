@@ -10,8 +10,10 @@ from planner.spec import Plan
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """The plan's own order, as its actions tell it."""
-    return Schedule.from_text(plan.actions, name=plan.layout.schedule)
+    """The plan's own order: as its actions tell it, which plans did not always have."""
+    if plan.actions:
+        return Schedule.from_text(plan.actions, name=plan.layout.schedule)
+    return _built(plan, plan.layout.schedule)
 
 
 def follow(plan: Plan, target: str, name: str) -> tuple[str, ...]:
@@ -30,7 +32,7 @@ def follow(plan: Plan, target: str, name: str) -> tuple[str, ...]:
     """
     ours, mend = schedule_of(plan), f"plan with --fix schedule={name}"
     theirs = _theirs(plan, target, name)
-    if theirs.to_text() == plan.actions:
+    if theirs.to_text() == ours.to_text():
         return ()
     if theirs.stage_ranks != ours.stage_ranks or _has_copies(ours):
         why = f"puts stage s on pipeline rank s % {ours.ranks}, the plan has its stages elsewhere"
@@ -45,11 +47,15 @@ def follow(plan: Plan, target: str, name: str) -> tuple[str, ...]:
     )
 
 
-def _theirs(plan: Plan, target: str, name: str) -> Schedule:
+def _built(plan: Plan, name: str) -> Schedule:
     layout = plan.layout
     numbers = {"micro_batches": plan.micro_batches, "virtual_stages": layout.virtual_stages_per_rank}
+    return build(name, ranks=layout.pipeline_parallel_degree, **numbers)
+
+
+def _theirs(plan: Plan, target: str, name: str) -> Schedule:
     try:
-        return build(name, ranks=layout.pipeline_parallel_degree, **numbers)
+        return _built(plan, name)
     except LayoutError as error:
         problem = error.problems[0]
         why = f"runs {name}, and {problem.message.rstrip('.')}"
