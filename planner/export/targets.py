@@ -5,12 +5,42 @@ from __future__ import annotations
 import difflib
 
 from planner.errors import UnknownNameError
-from planner.export import colossalai, galvatron, gpt_neox, megatron_bridge, megatron_lm, nanotron, picotron, pipelining
+from planner.export import (
+    colossalai,
+    galvatron,
+    gpt_neox,
+    kubernetes,
+    megatron_bridge,
+    megatron_lm,
+    mindformers,
+    nanotron,
+    picotron,
+    pipelining,
+    slurm,
+    torchrun,
+    torchtitan,
+    torchtitan_main,
+)
 from planner.export.target import Target
 
 TARGETS: dict[str, Target] = {
     module.TARGET.name: module.TARGET
-    for module in (pipelining, megatron_lm, megatron_bridge, nanotron, colossalai, galvatron, picotron, gpt_neox)
+    for module in (
+        torchrun,
+        slurm,
+        kubernetes,
+        pipelining,
+        megatron_lm,
+        megatron_bridge,
+        torchtitan,
+        torchtitan_main,
+        nanotron,
+        colossalai,
+        galvatron,
+        picotron,
+        gpt_neox,
+        mindformers,
+    )
 }
 """In the order in which they are listed."""
 

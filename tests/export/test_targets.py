@@ -122,7 +122,6 @@ CHANGES: dict[str, Callable[[Plan], Plan]] = {
     "zero_stage": lambda plan: changed(plan, zero_stage=1),
     "gradients sharded": lambda plan: changed(plan, zero_stage=2),
     "parameters sharded": lambda plan: changed(plan, zero_stage=3),
-    "sequence_parallel": lambda plan: changed(plan, sequence_parallel=True),
     "schedule": lambda plan: changed(plan, schedule="gpipe").model_copy(update={"actions": _gpipe().actions}),
     "full recompute": lambda plan: changed(plan, recompute="full"),
     "selective recompute": lambda plan: changed(plan, recompute="selective"),
@@ -151,3 +150,11 @@ def test_nothing_is_dropped_in_silence(target: Target, change: str) -> None:
     before = written(target, plan)
     after = written(target, CHANGES[change](plan))
     assert after is None or after != before
+
+
+@pytest.mark.parametrize("name", [name for name in TARGETS if name not in BY_ID])
+def test_sequence_parallelism_is_not_dropped(name: str) -> None:
+    """Where layers are split, whether sequences are too shows, or is refused; elsewhere it means nothing."""
+    target, plan = find(name), planned(data_parallel_degree=2, tensor_parallel_degree=2)
+    after = written(target, changed(plan, sequence_parallel=True))
+    assert after is None or after != written(target, plan)
