@@ -102,7 +102,8 @@ class Runtime:
             refuse(self.name, why, field="layout.micro_batch_shares", mend=mend)
 
     def _check_schedule(self, plan: Plan) -> None:
-        if plan.layout.pipeline_parallel_degree == 1:
+        ranks = plan.layout.pipeline_parallel_degree
+        if ranks == 1:
             return
         name = canonical_name(plan.layout.schedule)
         if name not in self.schedules:
@@ -111,6 +112,14 @@ class Runtime:
                 f"runs the schedules {_listed(self.schedules)}, the plan's is {name}",
                 field="layout.schedule",
                 mend=f"plan with --fix schedule={','.join(self.schedules)}",
+            )
+        if name == "interleaved-1f1b" and plan.micro_batches % ranks:
+            refuse(
+                self.name,
+                f"interleaves micro-batches in groups of {ranks}, one per pipeline rank, the plan has "
+                f"{plan.micro_batches}",
+                field="micro_batches",
+                mend="plan with --fix micro_batch_size for another number of them",
             )
 
     def _check_zero(self, plan: Plan) -> None:
