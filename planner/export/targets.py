@@ -14,6 +14,7 @@ from planner.export import (
     megatron_lm,
     mindformers,
     nanotron,
+    paddlenlp,
     picotron,
     pipelining,
     slurm,
@@ -40,6 +41,7 @@ TARGETS: dict[str, Target] = {
         picotron,
         gpt_neox,
         mindformers,
+        paddlenlp,
     )
 }
 """In the order in which they are listed."""
