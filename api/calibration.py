@@ -46,6 +46,8 @@ def row_of(plan: Plan, run: MeasuredRun, number: int) -> Row | None:
     shape = _shape(plan.request.model)
     _, *blocks, _ = (layer.recompute for stage in plan.stages for layer in stage.layers)  # embedding and head apart
     modes = set(blocks)
+    if run.unfinished and not run.ranks:  # it failed: no rank has told its memory
+        return None
     if shape is None or not isinstance(device, str) or others or len(modes) != 1 or not _acts_alike(plan.layout):
         return None
     told = {"source_id": f"measurement-{number}", "hardware": device, "recompute": modes.pop()}

@@ -8,8 +8,9 @@
     │   └── MismatchError            two documents that do not belong together (profile of another model, device)
     ├── ScheduleError                actions that dead-lock, are missing, doubled or out of order
     ├── UnsupportedError             a valid wish that this version cannot run or price; says what it can
-    └── RunError                     a training or measuring run failed (exit code 1)
-        └── StoppedError             it was told to stop, and did (exit code 143)
+    ├── RunError                     a training or measuring run failed (exit code 1)
+    │   └── StoppedError             it was told to stop, and did (exit code 143)
+    └── FinishedError                a run that was to go on has no step left to train (exit code 0)
 
 "No plan fits" is not an error but a result: see `planner.search.PlanResult`.
 """
@@ -107,3 +108,10 @@ class StoppedError(RunError):
 
     code = "run-stopped"
     title = "The run was stopped"
+
+
+class FinishedError(PlannerError):
+    """A run that was to go on from its last checkpoint has no step left to train."""
+
+    code = "run-finished"
+    title = "The run is finished"

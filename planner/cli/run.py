@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any
 
 from planner.cli.arguments import (
@@ -20,7 +21,7 @@ from planner.cli.failures import DONE
 from planner.cli.run_nodes import add_nodes, check_node_options, elastic_commands, train_nodes
 from planner.cli.run_text import run_text
 from planner.cli.service import check_address, exchange
-from planner.errors import DocumentError, PlannerError, Problem, RunError
+from planner.errors import DocumentError, FinishedError, PlannerError, Problem, RunError
 from planner.executor.elastic import DEFAULT_COOLDOWN_SECONDS, DEFAULT_RESTARTS, ElasticPolicy
 from planner.executor.settings import DEFAULT_GRACE_SECONDS, DEFAULT_KEEP
 from planner.spec import MeasuredRun, Plan, read
@@ -131,7 +132,16 @@ def _add_elastic(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train, and print what happened beside what was predicted."""
+    """Train, and print what happened beside what was predicted; a run that a scheduler starts again after its end is
+    told to be finished."""
+    try:
+        return _run(arguments)
+    except FinishedError as finished:
+        words(str(finished))
+        return DONE
+
+
+def _run(arguments: argparse.Namespace) -> int:
     plan = read(Plan, arguments.plan)
     model = arguments.model or model_of(plan)
     _check_elastic(arguments)
@@ -177,6 +187,14 @@ def _write(measured: MeasuredRun, path: str) -> None:
     write(path, to_json(measured))
 
 
+def _keep(path: str, measured: MeasuredRun) -> None:
+    """Of a run that failed, whose error must not be hidden."""
+    try:
+        _write(measured, path)
+    except PlannerError as error:
+        words(f"what was measured until then is lost: {error}")
+
+
 def _report(measured: MeasuredRun, address: str) -> None:
     """Tell a service what its plan came to."""
     url = f"{address.rstrip('/')}/v1/plans/{measured.plan_id}/measurements"
@@ -213,6 +231,7 @@ def _train(plan: Plan, model: str, arguments: argparse.Namespace) -> MeasuredRun
         log=words,
         reference_steps=arguments.reference_steps or 0,
         elastic=_elastic(plan, arguments),
+        unfinished=None if arguments.output in (None, STDOUT) else partial(_keep, arguments.output),
         **_settings(model, arguments),
     )
 

@@ -23,7 +23,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from planner.errors import DocumentError, MismatchError, RunError
+from planner.errors import DocumentError, FinishedError, MismatchError, RunError
 from planner.executor.settings import CheckpointPolicy
 from planner.spec.document import Document, digest, parse, read_data
 from planner.spec.layout import Layout
@@ -287,6 +287,45 @@ def read_manifest(path: Path) -> Manifest:
     except DocumentError as error:
         found = replace(error.problems[0], mend="", field=error.problems[0].field.removeprefix(f"{path}/"))
         raise _damaged(path, str(found).rstrip(".")) from error
+
+
+def check_steps_left(folder: Path, trained: int, steps: int) -> None:
+    """Refuse to go on with nothing: a scheduler may start a run again that has come to its end.
+
+    Args:
+        trained: steps of the newest checkpoint.
+        steps: to train in all.
+
+    Raises:
+        FinishedError: all are trained.
+        DocumentError: more than all are.
+    """
+    if trained == steps:
+        raise FinishedError(f"nothing is left to train: step {trained} of {steps} is kept in {folder}.")
+    if trained > steps:
+        raise DocumentError(
+            f"are {steps}, and the checkpoint has {trained} trained.",
+            field="steps",
+            mend=f"give more than {trained}: those before the checkpoint count.",
+        )
+
+
+def refuse_finished(policy: CheckpointPolicy | None, steps: int, trained: Trained) -> None:
+    """The same, before any process starts.
+
+    Args:
+        trained: what this run trains.
+
+    Raises:
+        FinishedError, DocumentError: see `check_steps_left`.
+        MismatchError: the newest checkpoint was trained otherwise.
+        RunError: its manifest is damaged.
+    """
+    found = [] if policy is None or not policy.resume else complete(policy.directory)
+    if policy is not None and found:
+        manifest = read_manifest(found[-1])
+        check_same_training(manifest, trained)
+        check_steps_left(policy.directory, manifest.step, steps)
 
 
 def check_same_training(manifest: Manifest, trained: Trained) -> None:

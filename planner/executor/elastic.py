@@ -22,7 +22,8 @@ from planner.executor.checkpoint_folder import newest_step
 from planner.executor.metrics import Metrics
 from planner.executor.settings import RunSettings
 from planner.executor.support import check_plan
-from planner.executor.torchrun import Ended, Log, Torchrun
+from planner.executor.torchrun import Ended, Log, Torchrun, devices_in_words
+from planner.executor.unfinished import unfinished_run
 from planner.executor.weigh import Pace, Rebalancer, Weighed, decided, look_for_drift, weigh, weigh_drift
 from planner.spec.measured import Decision, MeasuredRun, Segment
 from planner.spec.plan import Infeasible, Plan
@@ -150,6 +151,20 @@ class Elastic:
                 raise ended.error
             self._next = None
             self._settings = replace(self._settings, resume=True)
+
+    def unfinished(self, why: str) -> MeasuredRun | None:
+        """The report of a run that ended before its last step; None: it did not train any."""
+        launch, segments = self._launch, list(self._segments)
+        if launch is None:
+            return None
+        if launch.pace.losses and launch.pace.segment() not in segments:  # it was interrupted
+            segments.append(launch.pace.segment())
+        if not segments:
+            return None
+        devices = devices_in_words(segments[-1].devices, self._settings.device)
+        plan = launch.pace.plan
+        run = unfinished_run(plan, self._settings.model, devices, segments[-1], why, earlier=segments[:-1])
+        return run.model_copy(update={"decisions": tuple(self._decisions), "warnings": tuple(self._warnings)})
 
     def _run_once(self) -> Ended:
         """One launch, on as many of the usable devices as the plan has ranks."""

@@ -16,6 +16,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from planner.errors import DocumentError, MismatchError, RunError, UnsupportedError
 from planner.executor.build import boundaries, build_rank, stage_ranges
 from planner.executor.checkpoint import Checkpoints
+from planner.executor.checkpoint_folder import check_steps_left
 from planner.executor.data import DataSpec, has_own_targets, load_dataset
 from planner.executor.doing import now
 from planner.executor.loss import CountedTokens, load_loss, loss_of_pieces
@@ -27,19 +28,23 @@ from planner.executor.metrics_file import metrics_file
 from planner.executor.optimizer import COMPUTE_DTYPE
 from planner.executor.out_of_memory import telling_out_of_memory
 from planner.executor.pieces import pieces_of
-from planner.executor.report import gather, rank_of
+from planner.executor.report import device_name, gather, rank_of
 from planner.executor.settings import DEFAULT_LEARNING_RATE, DEFAULT_TIMEOUT_SECONDS, CheckpointPolicy
 from planner.executor.stopping import StopRequest
 from planner.executor.support import check_plan, check_started, check_world
 from planner.executor.training import Trainer
+from planner.executor.unfinished import unfinished_run
 from planner.executor.weights import Weights
 from planner.spec.document import read
-from planner.spec.measured import MeasuredRun
+from planner.spec.measured import MeasuredRun, Segment
 from planner.spec.plan import Plan
 from profiler.float8 import check_float8
 from profiler.float8_product import remark
 from profiler.models import ModelSource, load_model
 from profiler.sequence import check_pieces
+
+STOPPED_EARLY = "it was told to stop"
+"""What `MeasuredRun.unfinished` tells of a run that was."""
 
 
 class Executor:
@@ -142,7 +147,8 @@ class Executor:
             asked_to_stop: asked at the end of every step, in place of SIGTERM: where it is told on one rank, all stop.
 
         Raises:
-            DocumentError: the checkpoint folder cannot be used, or its newest checkpoint is of the last step already.
+            DocumentError: the checkpoint folder cannot be used, or its newest checkpoint is of a later step.
+            FinishedError: its newest checkpoint is of the last step already.
             MismatchError: the checkpoint was trained otherwise.
             RunError: it is damaged; the loss is not a number any more; or memory ran out.
         """
@@ -152,7 +158,8 @@ class Executor:
         if keeper is not None:
             now("while it took up the checkpoint")
             first = keeper.resume()
-            _check_steps_left(first, steps)
+            if checkpoints is not None and first:
+                check_steps_left(checkpoints.directory, first, steps)
         reset_peak(self.device)
         with (
             _reporter(self.mesh.rank == 0, metrics, on_step, first) as report,
@@ -163,7 +170,14 @@ class Executor:
         mine = rank_of(self.part.module, self.part.optimizer, self.part.offload, self.mesh, peak_bytes=peak)
         measured = gather(self.plan, self.source.name, self.device, mine, records, first)
         remarks = (*self._remarks, None if keeper is None else keeper.remark)
-        return measured.model_copy(update={"warnings": (*filter(None, remarks), *self._trainer.warnings)})
+        warnings = (*filter(None, remarks), *self._trainer.warnings)
+        return measured.model_copy(update={"warnings": warnings, "unfinished": STOPPED_EARLY if self.stopped else ""})
+
+    def unfinished(self, trained: Segment, why: str) -> MeasuredRun:
+        """The report of a training that failed: of the steps until then, as this rank has seen them. No collective
+        call, for other ranks may be gone."""
+        devices = f"{self.mesh.grid.size} x {device_name(self.device)}"
+        return unfinished_run(self.plan, self.source.name, devices, trained, why)
 
     @property
     def stopped(self) -> bool:
@@ -295,15 +309,6 @@ def join(device: torch.device, timeout_seconds: float, **meeting: Any) -> None:
     timeout = timedelta(seconds=timeout_seconds)
     backend, bound = ("nccl", device) if is_cuda else ("gloo", None)
     dist.init_process_group(backend, timeout=timeout, device_id=bound, **meeting)
-
-
-def _check_steps_left(first: int, steps: int) -> None:
-    if first >= steps:
-        raise DocumentError(
-            f"are {steps}, and the checkpoint has {first} of them trained.",
-            field="steps",
-            mend=f"give more than {first}: those before the checkpoint count.",
-        )
 
 
 @contextmanager

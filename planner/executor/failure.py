@@ -73,7 +73,7 @@ def error_of(report: Mapping[str, Any]) -> PlannerError:
 
 def write_failure(folder: Path, rank: int, error: Exception) -> None:
     """Leave the error for the launcher."""
-    _write_whole(folder / f"rank-{rank}.json", json.dumps(failure_report(rank, error)))
+    write_whole(folder / f"rank-{rank}.json", json.dumps(failure_report(rank, error)))
 
 
 def doing_path(folder: Path, rank: int) -> Path:
@@ -89,10 +89,10 @@ def crash_path(folder: Path, rank: int) -> Path:
 def write_stopped(folder: Path, step: int, checkpoint: Path) -> None:
     """Leave word of the checkpoint that a run wrote before it stopped."""
     note = json.dumps({"step": step, "checkpoint": str(checkpoint)})
-    _write_whole(folder / STOPPED_NOTE, note)
+    write_whole(folder / STOPPED_NOTE, note)
 
 
-def _write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Whole or not at all: torchrun may end this process at any moment of the writing."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(text, encoding="utf-8")
@@ -107,7 +107,7 @@ def write_late(folder: Path | None, checkpoints: Path, grace_seconds: float) -> 
         + (f"lost; kept is {kept[-1]}." if kept else "lost; no checkpoint was kept before.")
     )
     if folder is not None:
-        _write_whole(folder / LATE_NOTE, text)
+        write_whole(folder / LATE_NOTE, text)
     return text
 
 

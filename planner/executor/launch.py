@@ -7,13 +7,14 @@ import os
 import shlex
 import tempfile
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from planner.errors import DocumentError, LayoutError, RunError, StoppedError, UnsupportedError
-from planner.executor.checkpoint_folder import check_policy, used_alone
+from planner.errors import DocumentError, LayoutError, PlannerError, RunError, StoppedError, UnsupportedError
+from planner.executor.checkpoint_folder import Trained, check_policy, refuse_finished, used_alone
 from planner.executor.elastic import Elastic, ElasticPolicy
 from planner.executor.failure import read_failure
 from planner.executor.settings import (
@@ -22,9 +23,13 @@ from planner.executor.settings import (
 )
 from planner.executor.support import check_plan
 from planner.executor.torchrun import RESUME, Log, Torchrun, grace, interpreter, passing_on, started, stoppable
+from planner.executor.unfinished import why_of
 from planner.spec.job import Precision
 from planner.spec.measured import MeasuredRun
 from planner.spec.plan import Plan
+
+if TYPE_CHECKING:
+    from profiler.models import ModelSource
 
 MASTER_PORT = 29500
 """torchrun's default port."""
@@ -42,6 +47,7 @@ def run_plan(
     log: Log = lambda line: None,
     reference_steps: int = 0,
     elastic: ElasticPolicy | None = None,
+    unfinished: Callable[[MeasuredRun], None] | None = None,
     **choices: Any,
 ) -> MeasuredRun:
     """Train with torchrun on this machine and return what happened.
@@ -53,10 +59,12 @@ def run_plan(
         log: takes one line of text per step.
         reference_steps: train this many steps in a single process first and compare the losses.
         elastic: go on when ranks are killed, and grow again when their devices come back; None: fail.
+        unfinished: takes the report of a run that fails or is stopped after its first step, before the error is raised.
         choices: `model`, and further fields of `RunSettings`.
 
     Raises:
         MismatchError: a plan of another model.
+        FinishedError: the checkpoint to go on from is of the last step.
         UnsupportedError: the plan needs several nodes, or something that the executor does not carry out.
         DocumentError: the checkpoint folder cannot be used.
         RunError: a rank failed, or the losses are not those of the single process.
@@ -66,25 +74,45 @@ def run_plan(
     _check_resume(settings, reference_steps)
     check_plan(plan)
     _check_one_node(plan)
-    _check_model(plan, settings.model)
+    source = _check_model(plan, settings.model)
     kept = settings.checkpoints
     with (
         stoppable(),
         nullcontext() if kept is None else used_alone(kept.directory),
         tempfile.TemporaryDirectory(prefix="planner-run-") as name,
     ):
+        refuse_finished(kept, settings.steps, Trained.of(plan, source.digest, settings.seed))
         folder = Path(name)
         path = Path(plan_path) if plan_path is not None else _write_plan(plan, folder)
         expected = _reference(path, settings, reference_steps, plan, log) if reference_steps else ()
+        launch: Elastic | Torchrun
         if elastic is not None:
-            measured = Elastic(plan, settings, folder, elastic, metrics=metrics, log=log).run()
+            launch = Elastic(plan, settings, folder, elastic, metrics=metrics, log=log)
         else:
-            measured = _torchrun(plan, path, settings, folder, metrics, log)
+            launch = Torchrun(plan, path, settings, folder, metrics=metrics)
+        with _telling(launch, unfinished):
+            measured = launch.run() if isinstance(launch, Elastic) else _torchrun(launch, log)
     measured = measured.model_copy(update={"reference_losses": expected})
     if output is not None:
         Path(output).write_text(measured.model_dump_json(indent=1), encoding="utf-8")
-    _compare(measured, TOLERANCES[plan.request.job.precision], log)
+    try:
+        _compare(measured, TOLERANCES[plan.request.job.precision], log)
+    except RunError:
+        if unfinished is not None:
+            unfinished(measured)
+        raise
     return measured
+
+
+@contextmanager
+def _telling(launch: Elastic | Torchrun, take: Callable[[MeasuredRun], None] | None) -> Iterator[None]:
+    """What was trained when an error ends it."""
+    try:
+        yield
+    except (PlannerError, KeyboardInterrupt) as error:
+        if take is not None and (found := launch.unfinished(why_of(error))) is not None:
+            take(found)
+        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,11 +212,13 @@ def _check_resume(settings: RunSettings, reference_steps: int) -> None:
         check_policy(settings.checkpoints)
 
 
-def _check_model(plan: Plan, model: str) -> None:
+def _check_model(plan: Plan, model: str) -> ModelSource:
     from planner.executor.executor import check_model
     from profiler.models import load_model
 
-    check_model(plan, load_model(model))
+    source = load_model(model)
+    check_model(plan, source)
+    return source
 
 
 def _write_plan(plan: Plan, folder: Path) -> Path:
@@ -197,10 +227,8 @@ def _write_plan(plan: Plan, folder: Path) -> Path:
     return path
 
 
-def _torchrun(
-    plan: Plan, path: Path, settings: RunSettings, folder: Path, metrics: str | Path | None, log: Log
-) -> MeasuredRun:
-    ended = Torchrun(plan, path, settings, folder, metrics=metrics).run(lambda line: log(str(line)), log)
+def _torchrun(launch: Torchrun, log: Log) -> MeasuredRun:
+    ended = launch.run(lambda line: log(str(line)), log)
     if ended.measured is None:
         assert ended.error is not None
         raise ended.error

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from planner.errors import DocumentError, RunError, StoppedError
+from planner.executor.checkpoint_folder import check_steps_left, newest_step
 from planner.executor.elastic import DEFAULT_RESTARTS
 from planner.executor.failure import read_failure, read_late
 from planner.executor.metrics import Metrics
@@ -115,10 +116,14 @@ def run_node(
 
     Raises:
         DocumentError: no checkpoints are kept.
+        FinishedError: the run is to go on, and its newest checkpoint is of the last step.
         RunError: the run failed, this node is not needed, or the store does not answer.
         StoppedError: this node was told to leave (SIGTERM).
     """
     report = elastic_folder(settings, policy.run_id) / "measured.json"
+    if settings.resume:
+        checkpoints = settings.elastic_checkpoints.directory
+        check_steps_left(checkpoints, newest_step(checkpoints), settings.steps)
     steps: list[int] = []
 
     def on_line(text: str) -> None:

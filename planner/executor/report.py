@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from planner.executor.drift import WARM_UP_STEPS
 from planner.executor.exposed import exposed_seconds
 from planner.executor.mesh import Mesh
 from planner.executor.offload import ActivationOffload
 from planner.executor.optimizer import Optimizer
 from planner.executor.sharding import local
+from planner.executor.speed import speed_of, warm_up_steps
 from planner.executor.timeline import Span
 from planner.spec.measured import MeasuredAction, MeasuredRank, MeasuredRun
 from planner.spec.plan import Plan
@@ -74,14 +73,12 @@ def gather(
     reports: list[RankReport] = [report] * dist.get_world_size()
     dist.all_gather_object(reports, report)
     seconds = [max(each) for each in zip(*(report.seconds for report in reports), strict=True)]
-    warm_up = min(WARM_UP_STEPS, len(seconds) - 1)
-    median = statistics.median(seconds[warm_up:])
-    recorded = [step for step in range(warm_up, len(seconds)) if records[step].spans]
-    chosen = min(recorded, key=lambda step: abs(seconds[step] - median))
+    speed = speed_of(plan, seconds)
+    recorded = [step for step in range(warm_up_steps(len(seconds)), len(seconds)) if records[step].spans]
+    chosen = min(recorded, key=lambda step: abs(seconds[step] - speed["median_step_seconds"]))
     actions = tuple(_action(report, span) for report in reports for span in report.spans[chosen])
     waits = tuple(_action(report, span) for report in reports for span in report.waits[chosen])
     exposed = exposed_seconds(plan, actions)
-    job, predicted = plan.request.job, plan.prediction
     return MeasuredRun(
         plan_id=plan.id,
         model=model,
@@ -90,9 +87,7 @@ def gather(
         first_step=first_step,
         losses=tuple(record.loss for record in records),
         step_seconds=tuple(seconds),
-        median_step_seconds=median,
-        tokens_per_second=job.global_batch_size * (job.sequence_length or 1) / median,
-        mfu=None if predicted.mfu is None else predicted.mfu * predicted.step_seconds / median,
+        **speed,
         ranks=tuple(_with_exposed(report.rank, exposed) for report in reports),
         actions=actions,
         waits=waits,

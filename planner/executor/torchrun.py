@@ -19,9 +19,11 @@ from planner.errors import DocumentError, PlannerError, RunError, StoppedError
 from planner.executor.failure import LATE_NOTE, STOPPED_NOTE, killed_ranks, read_failure, read_stopped
 from planner.executor.metrics import Metrics
 from planner.executor.settings import RunSettings
+from planner.executor.unfinished import StepLog, unfinished_run
 from planner.spec.document import read
 from planner.spec.measured import MeasuredRun
 from planner.spec.plan import Plan
+from planner.spec.words import counted
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
@@ -66,6 +68,9 @@ class Torchrun:
         metrics: str | Path | None = None,
         devices: Sequence[int] | None = None,
     ) -> None:
+        self._plan = plan
+        self._settings = settings
+        self._log = StepLog(plan)
         self._folder = folder
         self._output = folder / "measured.json"
         self._command = [
@@ -94,15 +99,33 @@ class Torchrun:
             log: takes what the ranks print besides.
         """
         stderr = self._folder / "stderr.txt"
+
+        def record(step: Metrics) -> None:
+            self._log.record(step)
+            on_step(step)
+
         try:
             with started(self._command, self._environment, stderr, log) as process, passing_on(process) as signals:
                 self._process = process
-                _follow(process, on_step, log)
+                _follow(process, record, log)
         except KeyboardInterrupt:
             if any((self._folder / note).exists() for note in (STOPPED_NOTE, LATE_NOTE)):
                 log(read_stopped(self._folder).problems[0].message)
             raise
         return self._ended(process.returncode, by_signal=bool(signals))
+
+    def unfinished(self, why: str) -> MeasuredRun | None:
+        """The report of a launch that ended before its last step: the ranks' own, if they left one; else what they
+        told of their steps. None: they did not train any."""
+        if self._output.exists():
+            left = read(MeasuredRun, self._output)
+            # A rank that failed knows its own error only, which may be that it lost the neighbour that failed first.
+            return left if left.ranks else left.model_copy(update={"unfinished": why})
+        trained = self._log.segment()
+        if trained is None:
+            return None
+        devices = devices_in_words(trained.devices, self._settings.device)
+        return unfinished_run(self._plan, self._settings.model, devices, trained, why)
 
     def stop(self) -> None:
         """Let the ranks end the step at hand, keep a checkpoint, and leave."""
@@ -119,6 +142,11 @@ class Torchrun:
         if code < 0 and not any(self._folder.glob("rank-*.json")):
             return Ended(None, _killed(-code))
         return Ended(None, read_failure(self._folder, text), killed_ranks(text))
+
+
+def devices_in_words(number: int, kind: str | None) -> str:
+    """What so many ranks ran on, as far as the launcher knows it."""
+    return f"{number} x {kind}" if kind is not None else counted(number, "device")
 
 
 def _killed(number: int) -> RunError:

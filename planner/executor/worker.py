@@ -10,14 +10,17 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from planner.errors import FinishedError
 from planner.executor.checkpoint_folder import final_path
 from planner.executor.doing import now
-from planner.executor.failure import write_stopped
+from planner.executor.failure import write_failure, write_stopped, write_whole
 from planner.executor.last_words import last_words
 from planner.executor.metrics import Metrics
 from planner.executor.orphans import end_with_parent
 from planner.executor.settings import RunSettings
 from planner.executor.stopping import STOPPED, leaving_in_time
+from planner.executor.unfinished import StepLog, why_of
+from planner.spec.measured import MeasuredRun
 from planner.spec.plan import Plan
 
 if TYPE_CHECKING:
@@ -28,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train as the plan says; rank 0 prints one JSON line per step and writes the report.
 
     Returns:
-        0; or `STOPPED`, when the run was told to stop before its last step.
+        0, also when there was nothing left to train; or `STOPPED`, when the run was told to stop before its last step.
     """
     parser = argparse.ArgumentParser(description="Train one rank of a plan; start it with torchrun.")
     parser.add_argument("plan", help="plan.json")
@@ -46,17 +49,45 @@ def _train(options: argparse.Namespace) -> int:
     executor = make_executor(options.plan, settings)
     policy = settings.checkpoints
     stop = None if policy is None else leaving_in_time(settings.grace_seconds, policy.directory, options.failures)
-    with nullcontext() if stop is None else stop:
-        measured = executor.train(
-            settings.steps, metrics=options.metrics, on_step=print_step, checkpoints=policy, asked_to_stop=stop
-        )
+    log = StepLog(executor.plan)
+
+    def on_step(metrics: Metrics) -> None:
+        log.record(metrics)
+        print_step(metrics)
+
+    try:
+        with nullcontext() if stop is None else stop:
+            measured = executor.train(
+                settings.steps, metrics=options.metrics, on_step=on_step, checkpoints=policy, asked_to_stop=stop
+            )
+    except FinishedError as finished:
+        _tell_finished(finished, executor.mesh.rank, options.failures)
+        executor.close()
+        return 0
+    except Exception as error:
+        trained = log.segment()
+        if trained is not None and options.output:
+            _write(options.output, executor.unfinished(trained, why_of(error)))
+        raise
     if executor.mesh.rank == 0 and options.output:
-        Path(options.output).write_text(measured.model_dump_json(indent=1), encoding="utf-8")
+        _write(options.output, measured)
     if executor.mesh.rank == 0 and executor.stopped and policy is not None and options.failures is not None:
         step = measured.first_step + measured.steps
         write_stopped(options.failures, step, final_path(policy.directory, step))
     executor.close()
     return STOPPED if executor.stopped else 0
+
+
+def _tell_finished(finished: FinishedError, rank: int, failures: Path | None) -> None:
+    """A launcher looks for word of it; who has started torchrun himself reads what rank 0 says."""
+    if failures is not None:
+        write_failure(failures, rank, finished)
+    elif rank == 0:
+        sys.stderr.write(f"{finished}\n")
+
+
+def _write(path: str, measured: MeasuredRun) -> None:
+    write_whole(Path(path), measured.model_dump_json(indent=1))
 
 
 def make_executor(plan: Plan | str, settings: RunSettings) -> Executor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import not_
 from typing import Literal
 
 from pydantic import Field
@@ -98,6 +99,9 @@ class MeasuredRun(Document):
     """Of an elastic run: what the launches before the last one trained; steps after a checkpoint were trained twice."""
     decisions: tuple[Decision, ...] = ()
     """Of an elastic run: every change of plan, and every one that was weighed."""
+    unfinished: str = Field(default="", exclude_if=not_)
+    """Why the run ended before its last step: it failed, or was told to stop. What is told is of the steps until then;
+    of a run that failed without `ranks`, `actions` and `waits`. Empty: it was trained to its end."""
 
     @property
     def losses_by_step(self) -> dict[int, float]:

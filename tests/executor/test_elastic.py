@@ -160,7 +160,12 @@ def train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tupl
         chosen = ElasticPolicy(**{"planner": Planner(), **policy})
         begin = Planner().for_devices(2)
         assert isinstance(begin, Plan)
-        return Elastic(begin, settings, tmp_path / f"run-{id(script)}", chosen).run(), script
+        run = Elastic(begin, settings, tmp_path / f"run-{id(script)}", chosen)
+        try:
+            return run.run(), script
+        except RunError as error:
+            error.left = run.unfinished("why")  # type: ignore[attr-defined]
+            raise
 
     return train
 
@@ -281,9 +286,14 @@ def test_where_no_partition_helps_the_run_stays(train: Callable[..., tuple[Measu
 
 
 def test_gives_up_after_so_many_restarts(train: Callable[..., tuple[MeasuredRun, Script]]) -> None:
-    """A run that is killed again and again has a reason."""
-    with pytest.raises(RunError, match="killed 2 times; restarts allowed: 1"):
+    """A run that is killed again and again has a reason; all that it has trained is told."""
+    with pytest.raises(RunError, match="killed 2 times; restarts allowed: 1") as raised:
         train((5, KILLED), (6, KILLED), restarts=1, discover=lambda: (0, 1))
+    left: MeasuredRun = raised.value.left  # type: ignore[attr-defined]
+    assert left.unfinished == "why"
+    assert [each.losses for each in left.segments] == [(0.0, 1.0, 2.0, 3.0, 4.0)]
+    assert (left.first_step, left.losses) == (4, (4.0, 5.0)), "from the last checkpoint on"
+    assert [each.kind for each in left.decisions] == ["lost", "moved", "lost"]
 
 
 def test_gives_up_where_nothing_fits(train: Callable[..., tuple[MeasuredRun, Script]]) -> None:

@@ -182,6 +182,7 @@ def _refusals(runs: Runs, folder: Path) -> dict[str, str]:
     told = {
         "occupied": _error(lambda: runs.train(layout, WHOLE, replace(policy, resume=False))),
         "finished": _error(lambda: runs.train(layout, WHOLE, policy)),
+        "beyond": _error(lambda: runs.train(layout, HALF, policy)),
         "other": _error(lambda: runs.train({**layout, "optimizer": "adam"}, 2 * WHOLE, policy)),
     }
     dist.barrier()

@@ -7,6 +7,7 @@ import json
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,18 +20,26 @@ from tests.executor.plans import make_plan, source_of
 pytestmark = pytest.mark.torchrun
 
 
-def run_with_loss(name: str, timeout_seconds: float) -> None:
-    """A step of two stages, of which the last one takes this loss."""
+def run_with_loss(name: str, timeout_seconds: float, steps: int = 1, **options: Any) -> None:
+    """Steps of two stages, of which the last one takes this loss."""
     plan = make_plan(
         [layer.name for layer in source_of("mlp", Path()).cut().layers], (2, 4), micro_batches=2, sequence_length=0
     )
     model, loss = "tests.executor.plans:mlp", f"{__name__}:{name}"
-    run_plan(plan, model=model, steps=1, data="synthetic", loss=loss, timeout_seconds=timeout_seconds)
+    run_plan(plan, model=model, steps=steps, data="synthetic", loss=loss, timeout_seconds=timeout_seconds, **options)
+
+
+FAILS_FROM = 5
+"""Of the calls of a loss: in the third step of two micro-batches."""
+CALLS: list[None] = []
 
 
 def failing_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Fails on the last stage only."""
-    raise ValueError("this loss has a mistake")
+    """Fails in the third step, on the last stage only."""
+    CALLS.append(None)
+    if len(CALLS) >= FAILS_FROM:
+        raise ValueError("this loss has a mistake")
+    return torch.nn.functional.cross_entropy(logits, targets)
 
 
 def test_run_equals_the_single_process_and_reports(tmp_path: Path) -> None:
@@ -99,9 +108,41 @@ def test_crashing_rank_is_named() -> None:
 
 
 def test_failing_rank_is_named() -> None:
-    """The error tells the rank that failed first and its last lines; its neighbours do not hang."""
-    with pytest.raises(RunError, match=r"(?s)rank 1 failed first in step 0:\n.*this loss has a mistake"):
-        run_with_loss("failing_loss", timeout_seconds=30)
+    """The error tells the rank that failed first and its last lines; its neighbours do not hang. The steps until then
+    are told too, though none of the ranks could."""
+    told: list[MeasuredRun] = []
+    with pytest.raises(RunError, match=r"(?s)rank 1 failed first in step 2:\n.*this loss has a mistake"):
+        run_with_loss("failing_loss", timeout_seconds=30, steps=9, unfinished=told.append)
+    (run,) = told
+    assert run.steps == len(run.losses) == len(run.step_seconds) == 2
+    assert run.unfinished.startswith("rank 1 failed first in step 2")
+    assert run.median_step_seconds == run.step_seconds[-1], "the first ones warm up"
+
+
+def test_a_users_own_torchrun_keeps_what_was_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rank that fails writes its steps; a finished training ends with 0, and its report stays as it is."""
+    source = source_of("mlp", tmp_path)
+    plan = make_plan([layer.name for layer in source.cut().layers], sequence_length=0, micro_batches=2)
+    (tmp_path / "plan.json").write_text(plan.model_dump_json(by_alias=True))
+    output = tmp_path / "measured.json"
+    from planner.executor.worker import main
+
+    arguments = [str(tmp_path / "plan.json"), "--model", source.name, "--data", "synthetic", "--device", "cpu"]
+    arguments += ["--output", str(output)]
+    CALLS.clear()
+    with pytest.raises(ValueError, match="this loss has a mistake"):
+        main([*arguments, "--steps", "9", "--loss", f"{__name__}:failing_loss"])
+    torch.distributed.destroy_process_group()
+    failed = read(MeasuredRun, output)
+    assert (failed.steps, failed.unfinished, failed.ranks) == (2, "this loss has a mistake", ())
+    kept = [*arguments, "--steps", "2", "--checkpoint-dir", str(tmp_path / "kept"), "--resume"]
+    assert main(kept) == 0
+    whole = output.read_bytes()
+    assert read(MeasuredRun, output).unfinished == ""
+    assert b"unfinished" not in whole, "reports of whole runs are as they always were"
+    assert main(kept) == 0
+    assert output.read_bytes() == whole
+    assert "nothing is left to train: step 2 of 2" in capsys.readouterr().err
 
 
 def test_metrics_are_json_lines(tmp_path: Path) -> None:

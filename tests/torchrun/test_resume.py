@@ -9,16 +9,19 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from planner.cli.main import main
 from planner.errors import StoppedError
+from planner.executor import launch
 from planner.executor.checkpoint_folder import MANIFEST, Manifest, damaged
 from planner.executor.dry_run import COMPARED, dry_run
 from planner.executor.launch import run_plan
 from planner.executor.scaling import INITIAL_SCALE
-from planner.spec import read
+from planner.spec import MeasuredRun, read
 from tests.executor.plans import make_plan, source_of
 from tests.torchrun.ranks import ROOT, Servers
 from tests.torchrun.resume_cases import HALF, LAYOUTS, WHOLE, plan_of
@@ -113,7 +116,8 @@ def test_every_rank_is_told_why_a_resume_is_refused(results: dict[str, Any]) -> 
     """A folder in use, nothing left to train, another optimizer, a file that has changed."""
     told = results["other_layouts"]["refusals"]
     assert "already holds step-00000010" in told["occupied"]
-    assert "the checkpoint has 10 of them trained" in told["finished"]
+    assert "nothing is left to train: step 10 of 10" in told["finished"]
+    assert "are 5, and the checkpoint has 10 trained" in told["beyond"]
     assert "trained with adamw, this run has adam" in told["other"]
     assert ".distcp is not as it was written" in told["damaged"]
     assert not any(each.startswith("[") for each in told.values()), "the same on all ranks"
@@ -137,7 +141,7 @@ def test_sigterm_leaves_a_checkpoint(tmp_path: Path) -> None:
     path.write_text(plan.model_dump_json(by_alias=True))
     command = [sys.executable, "-m", "planner.cli.main", "run", str(path), "--model", source.name]
     command += ["--steps", "100000", "--data", "synthetic", "--device", "cpu", "--timeout", "60"]
-    command += ["--checkpoint-dir", str(folder)]
+    command += ["--checkpoint-dir", str(folder), "-o", str(tmp_path / "measured.json")]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         assert process.stderr.readline().startswith("step    0")
@@ -150,6 +154,19 @@ def test_sigterm_leaves_a_checkpoint(tmp_path: Path) -> None:
     assert f"after {manifest.step} steps, kept in {kept}" in told
     steps = [line for line in told.splitlines() if line.startswith("step ")]
     assert int(steps[-1].split()[1]) + 1 == manifest.step if steps else manifest.step == 1
+    left = read(MeasuredRun, tmp_path / "measured.json")
+    assert (left.unfinished, left.steps, len(left.ranks)) == ("it was told to stop", manifest.step, 2)
+    _check_nothing_left(command[3:], manifest.step, tmp_path / "measured.json")
+
+
+def _check_nothing_left(arguments: list[str], steps: int, report: Path) -> None:
+    """A finished run that a scheduler starts again ends with 0, leaves its report and starts no rank."""
+    before = report.read_bytes()
+    arguments[arguments.index("100000")] = str(steps)
+    with mock.patch.object(launch, "Torchrun", None):
+        assert main([*arguments, "--resume"]) == 0
+        assert main([*arguments[:-2], "--resume", "--seed", "1"]) == 2, "of another training"
+    assert report.read_bytes() == before
 
 
 SLOW_FROM = 3
