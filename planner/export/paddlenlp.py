@@ -82,7 +82,7 @@ def _recompute(blocks: Transformer) -> dict[str, object]:
         return {"recompute": "false"}
     kept = [number for number, mode in enumerate(modes) if mode == "none"]
     listed = {"no_recompute_layers": " ".join(map(str, kept))} if kept else {}
-    return {"recompute": "true", "recompute_granularity": "full"} | listed
+    return {"recompute": "true", "recompute_granularity": "full", **listed}
 
 
 def _yes(value: bool) -> str:

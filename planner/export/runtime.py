@@ -29,8 +29,8 @@ class Runtime:
     """Of a job, and what the runtime calls them."""
     schedules: Mapping[str, str] = field(default_factory=dict)
     """By canonical name, and what the runtime calls them; without pipeline parallelism all are the same."""
-    zero_stages: Collection[int] = (0,)
-    rank_orders: Collection[RankOrder] = ("tp-cp-dp-pp",)
+    zero_stages: tuple[int, ...] = (0,)
+    rank_orders: tuple[RankOrder, ...] = ("tp-cp-dp-pp",)
     recomputes: bool = True
     sequence_parallel: bool = True
     context_parallel: bool = False

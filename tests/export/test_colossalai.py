@@ -12,8 +12,8 @@ import pytest
 
 from planner.export import find
 from planner.spec import Plan
-from tests.export.plans import plan_of, planned
-from tests.export.texts import body, recomputing, refused, with_job
+from tests.export.plans import plan_of
+from tests.export.texts import body, once, recomputing, refused, with_job
 
 
 def test_a_pipeline() -> None:
@@ -164,7 +164,7 @@ def test_context_parallelism_is_a_ring() -> None:
 )
 def test_what_colossalai_cannot_do_is_refused(field: str, layout: dict[str, Any]) -> None:
     """The refusal names the field of the plan."""
-    assert refused(planned(**layout), "colossalai") == field
+    assert refused(once(**layout), "colossalai") == field
 
 
 @pytest.mark.parametrize(

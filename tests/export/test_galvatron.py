@@ -9,8 +9,8 @@ import pytest
 
 from planner.export import find
 from planner.spec import Plan
-from tests.export.plans import plan_of, planned
-from tests.export.texts import document, filled, recomputing, refused, with_job
+from tests.export.plans import plan_of
+from tests.export.texts import document, filled, once, recomputing, refused, with_job
 
 
 def test_a_pipeline() -> None:
@@ -115,7 +115,7 @@ def _recomputes_some() -> Plan:
 
 PLANS = {
     "uneven-stages": lambda: plan_of("uneven-stages"),
-    "gpipe-even": lambda: planned(pipeline_parallel_degree=4, schedule="gpipe", layers_per_stage=(4, 3, 3, 4)),
+    "gpipe-even": lambda: once(pipeline_parallel_degree=4, schedule="gpipe", layers_per_stage=(4, 3, 3, 4)),
     "full-recompute": lambda: plan_of("full-recompute"),
     "recomputes-some": _recomputes_some,
 }
@@ -125,7 +125,7 @@ def test_what_galvatron_does_in_its_own_way_is_told() -> None:
     """Selective recomputation becomes whole, ZeRO 1 shards parameters too, tensor parallelism splits sequences."""
     assert "the plan recomputes 1 block selectively" in find("galvatron").write(_recomputes_some()).warnings[0]
     assert "has no ZeRO 1" in find("galvatron").write(plan_of("zero-1")).warnings[0]
-    told = find("galvatron").write(planned(model="llama-3.2-1b", tensor_parallel_degree=2)).warnings
+    told = find("galvatron").write(once(model="llama-3.2-1b", tensor_parallel_degree=2)).warnings
     assert "always splits the sequence" in told[-1]
 
 
@@ -142,7 +142,7 @@ def test_what_galvatron_does_in_its_own_way_is_told() -> None:
 )
 def test_what_galvatron_cannot_do_is_refused(field: str, layout: dict[str, Any]) -> None:
     """The refusal names the field of the plan."""
-    assert refused(planned(**layout), "galvatron") == field
+    assert refused(once(**layout), "galvatron") == field
 
 
 def test_gradients_in_fp32_must_fit() -> None:

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from planner.export import find
-from tests.export.plans import plan_of, planned
-from tests.export.texts import body, filled, refused, with_job
+from tests.export.plans import plan_of
+from tests.export.texts import body, filled, once, refused, with_job
 
 
 def test_a_pipeline() -> None:
@@ -79,7 +79,7 @@ def test_tensor_parallelism_that_recomputes() -> None:
 )
 def test_deepspeed_cuts_as_planned(stages: int, layers: tuple[int, ...]) -> None:
     """Its partition of NeoX's layers, by the weights of the pattern, gives every stage the plan's blocks."""
-    plan = planned(pipeline_parallel_degree=stages, layers_per_stage=layers)
+    plan = once(pipeline_parallel_degree=stages, layers_per_stage=layers)
     wanted = [sum(".h." in each.name for each in stage.layers) for stage in plan.stages]
     if refused(plan, "gpt-neox"):
         assert max(wanted) - wanted[0] > 1 or max(wanted) - wanted[-1] > 2
@@ -129,13 +129,13 @@ def balanced(weights: list[int], parts: int) -> list[int]:
 )
 def test_what_gpt_neox_cannot_do_is_refused(field: str, layout: dict[str, Any]) -> None:
     """The refusal names the field of the plan."""
-    assert refused(planned(**layout), "gpt-neox") == field
+    assert refused(once(**layout), "gpt-neox") == field
 
 
 def test_zero_3_takes_no_tensor_parallelism() -> None:
     """NeoX ends with a message; without tensor parallelism it is written."""
     assert refused(plan_of("tensor-data-zero-3"), "gpt-neox") == "layout.zero_stage"
-    assert refused(planned(data_parallel_degree=2, zero_stage=3), "gpt-neox") == ""
+    assert refused(once(data_parallel_degree=2, zero_stage=3), "gpt-neox") == ""
 
 
 def test_gradients_in_fp32_must_fit() -> None:

@@ -10,8 +10,8 @@ import yaml
 
 from planner.export import find
 from planner.spec.profile import RecomputeMode
-from tests.export.plans import plan_of, planned
-from tests.export.texts import body, filled, recomputing, refused, with_job, written
+from tests.export.plans import plan_of
+from tests.export.texts import body, filled, once, recomputing, refused, with_job, written
 
 
 def test_a_pipeline() -> None:
@@ -142,4 +142,4 @@ def test_casts_of_parameters_must_fit() -> None:
 )
 def test_what_mindformers_cannot_do_is_refused(field: str, layout: dict[str, Any]) -> None:
     """The refusal names the field of the plan."""
-    assert refused(planned(**layout), "mindformers") == field
+    assert refused(once(**layout), "mindformers") == field

@@ -9,8 +9,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from planner.export.nanotron import head_costs
-from tests.export.plans import plan_of, planned
-from tests.export.texts import body, filled, refused, with_job, written
+from tests.export.plans import plan_of
+from tests.export.texts import body, filled, once, refused, with_job, written
 
 
 def test_a_pipeline() -> None:
@@ -147,7 +147,7 @@ def test_partial_recomputation_becomes_whole() -> None:
 )
 def test_what_nanotron_cannot_do_is_refused(field: str, layout: dict[str, Any]) -> None:
     """The refusal names the field of the plan."""
-    assert refused(planned(**layout), "nanotron") == field
+    assert refused(once(**layout), "nanotron") == field
 
 
 def test_gradients_in_fp32_must_fit() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from planner.export import find
-from tests.export.plans import plan_of, planned
-from tests.export.texts import body, recomputing, refused, with_job
+from tests.export.plans import plan_of
+from tests.export.texts import body, once, recomputing, refused, with_job
 
 
 def test_a_pipeline() -> None:
@@ -62,7 +62,7 @@ def arguments(text: str) -> dict[str, list[str]]:
 
 def test_tensor_parallelism_in_groups_of_shards() -> None:
     """ZeRO 3 in groups of two of four replicas is sharding inside of data parallelism."""
-    plan = planned(
+    plan = once(
         model="llama-3.2-1b",
         data_parallel_degree=4,
         tensor_parallel_degree=2,
@@ -130,4 +130,4 @@ def test_what_paddlenlp_cannot_do_is_refused(field: str, layout: dict[str, Any])
     stages = layout.get("pipeline_parallel_degree", 1) * layout.get("virtual_stages_per_rank", 1)
     if stages == 2 and "layers_per_stage" not in layout:
         layout = {**layout, "layers_per_stage": (7, 7)}
-    assert refused(planned(**layout), "paddlenlp") == field
+    assert refused(once(**layout), "paddlenlp") == field

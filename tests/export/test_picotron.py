@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.export.plans import planned
-from tests.export.texts import document, filled, refused, written
+from tests.export.texts import document, filled, once, refused, written
 
 PIPELINES: dict[str, Any] = {"data_parallel_degree": 2, "pipeline_parallel_degree": 2, "rank_order": "tp-cp-pp-dp"}
 
@@ -57,11 +56,11 @@ def test_tensor_parallelism() -> None:
 )
 def test_what_picotron_cannot_do_is_refused(field: str, layout: dict[str, Any]) -> None:
     """The refusal names the field of the plan."""
-    assert refused(planned(**{"precision": "bf16", **layout}), "picotron") == field
+    assert refused(once(**{"precision": "bf16", **layout}), "picotron") == field
 
 
 def test_gradients_in_fp32_must_fit() -> None:
     """What picotron keeps beyond the plan is refused where a device has no room for it."""
-    plan = planned(data_parallel_degree=2, precision="bf16")
+    plan = once(data_parallel_degree=2, precision="bf16")
     assert refused(plan, "picotron") == ""
     assert refused(filled(plan), "picotron") == "prediction.memory[0]"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any
 
 from planner.errors import UnsupportedError
@@ -13,9 +14,19 @@ from planner.spec.profile import RecomputeMode
 from tests.export.plans import planned
 
 
+def once(**layout: Any) -> Plan:
+    """The plan that `planned` makes, made once however many tests ask for it."""
+    return _made(tuple(sorted(layout.items(), key=lambda item: item[0])))
+
+
+@cache
+def _made(layout: tuple[tuple[str, Any], ...]) -> Plan:
+    return planned(**dict(layout))
+
+
 def written(target: str, **layout: Any) -> Export:
-    """The export of a plan that `planned` makes."""
-    return find(target).write(planned(**layout))
+    """The export of a plan that `once` makes."""
+    return find(target).write(once(**layout))
 
 
 def body(target: str, **layout: Any) -> str:
