@@ -25,6 +25,7 @@ RUN_AGAIN = (
     "README.md",
     "docs/concepts/offload.md",
     "docs/concepts/zero.md",
+    "docs/guides/export.md",
     "docs/guides/fine-tuning.md",
     "docs/guides/profiling.md",
     "docs/guides/running.md",
@@ -35,9 +36,12 @@ NO_PLAN = 3
 OPTIONS_OF_OTHERS = {
     *("--expert-model-parallel-size", "--expert-tensor-parallel-size", "--num-distributed-optimizer-instances"),
     *("--node-rank", "--nproc-per-node", "--rdzv-backend"),
+    *("--constraint", "--partition", "--time"),
 }
-"""Of Megatron-LM and torchrun."""
-MADE_BY_COMMANDS = {"profile.json", "plan.json", "measured.json", "links.json", "config.json", "calibration.json"}
+"""Of Megatron-LM, torchrun and Slurm."""
+MADE_BY_COMMANDS = {
+    *("profile.json", "plan.json", "measured.json", "links.json", "config.json", "calibration.json", "train.yaml"),
+}
 
 
 def commands(page: Path) -> list[list[str]]:
