@@ -66,7 +66,7 @@ def render(node: Node, root: str = "") -> str:
 def _attribute(name: str, value: str | bool, root: str) -> str:
     if isinstance(value, bool):
         return f" {name}"
-    is_within = name in ADDRESSES and value.startswith("/")
+    is_within = name in ADDRESSES and value.startswith("/") and not value.startswith("//")
     return f" {name}='{escape(root + value if is_within else value)}'"
 
 

@@ -19,6 +19,7 @@ from api.planning import ask
 from api.store import JobRow
 from planner.errors import DocumentError, PlannerError, Problem
 from planner.spec import parse
+from planner.spec.devices import find_device
 
 router = APIRouter()
 
@@ -52,6 +53,7 @@ def _wish(answers: Answers) -> PlanCreate:
 
     Raises:
         DocumentError: every mistake in them.
+        UnknownNameError: there is no such device.
     """
     body, problems = body_of(answers)
     try:
@@ -60,6 +62,8 @@ def _wish(answers: Answers) -> PlanCreate:
         raise DocumentError("", problems=(*problems, *error.problems)) from None
     if problems:
         raise DocumentError("", problems=tuple(problems))
+    for index, group in enumerate(wish.cluster.node_groups):  # else the search would tell, when the job's turn has come
+        find_device(group.device, field=f"cluster.node_groups[{index}].device")
     return wish
 
 

@@ -100,19 +100,29 @@ def _constraints(text: str) -> tuple[dict[str, Any], list[Problem]]:
                 name, value = read_constraint(line.strip(), where="job.constraints")
                 found[name] = value
         except PlannerError as error:
-            problems += [Problem("job.constraints", each.message, each.mend) for each in error.problems]
+            problems += [_of_constraint(each) for each in error.problems]
     return found, problems
+
+
+def _of_constraint(problem: Problem) -> Problem:
+    """The same beside the one field that all constraints are typed in."""
+    name = problem.field.rpartition(" ")[2]
+    message = f"{name}: {problem.message}" if name in CONSTRAINABLE else problem.message
+    return Problem("job.constraints", message, problem.mend)
 
 
 def field_of(problem: Problem) -> str:
     """Name of the field that a problem stands beside; empty: none in particular.
 
-    Problems name the place in the request, or only its last part.
+    Problems name the place in the request, or only its last part; those of rules between fields begin with a field.
     """
     for field in FIELDS:
         whole = path_text(field.path)
         if problem.field == whole or problem.field.startswith((f"{whole}.", f"{whole}[", f"{whole} ")):
             return field.name
+    told = problem.message.partition(":")[0]
+    if told in BY_NAME:
+        return told
     last = problem.field.replace("]", "").replace("[", ".").rpartition(".")[2]
     if last == "node_groups":
         return "nodes"

@@ -14,8 +14,21 @@ from typing import Any
 from api.documents import Answer
 from api.solver import PlanTask, Task
 from planner.errors import MismatchError
-from planner.spec import Infeasible, Layout, Plan, PlanRequest, Prediction
-from planner.spec.plan import Breakdown, Miss, PlannedLayer, RankMemory, RankPlacement, SearchReport, Stage
+from planner.spec import Infeasible, Layout, ModelProfile, Plan, PlanRequest, Prediction
+from planner.spec.plan import (
+    Alternative,
+    Breakdown,
+    Miss,
+    Overtaking,
+    ParetoPoint,
+    PlannedLayer,
+    RankMemory,
+    RankPlacement,
+    Relaxation,
+    SearchReport,
+    Sensitivity,
+    Stage,
+)
 from tests.api.documents import GIB
 
 REPORT = SearchReport(
@@ -29,16 +42,15 @@ REPORT = SearchReport(
 )
 
 
-def plan_of(request: PlanRequest) -> Plan:
+def plan_of(request: PlanRequest, profile: ModelProfile) -> Plan:
     """A whole plan on one rank."""
-    assert request.profile is not None
     parts = dict.fromkeys(Breakdown.model_fields, 0.0) | {"compute_seconds": 0.5}
     memory = dict.fromkeys(RankMemory.model_fields, 0) | {"capacity_bytes": GIB}
     return Plan(
         id=request.id,
         layout=Layout(),
         micro_batches=8,
-        stages=(Stage(index=0, pipeline_rank=0, layers=_layers(request), ranks=(0,)),),
+        stages=(Stage(index=0, pipeline_rank=0, layers=_layers(profile), ranks=(0,)),),
         placement=(RankPlacement(rank=0, node=0, device=0, pipeline=0, data=0, tensor=0),),
         prediction=Prediction(
             step_seconds=0.5,
@@ -54,9 +66,8 @@ def plan_of(request: PlanRequest) -> Plan:
     )
 
 
-def _layers(request: PlanRequest) -> tuple[PlannedLayer, ...]:
-    assert request.profile is not None
-    return tuple(PlannedLayer(name=layer.name, modules=layer.modules) for layer in request.profile.layers)
+def _layers(profile: ModelProfile) -> tuple[PlannedLayer, ...]:
+    return tuple(PlannedLayer(name=layer.name, modules=layer.modules) for layer in profile.layers)
 
 
 def progress(done: int, incumbent: float | None) -> Any:
@@ -85,7 +96,43 @@ class Instant:
         assert isinstance(task, PlanTask)
         with self.journal.open("a") as journal:
             journal.write(f"{os.getpid()}\n")
-        return plan_of(task.request)
+        return plan_of(task.request, task.profile)
+
+
+MARKUP = "<script>alert(1)</script>'\"&"
+"""What no page may take for markup."""
+
+
+@dataclass(frozen=True)
+class Rich(Instant):
+    """Fills in all that a plan may have, with markup in its words."""
+
+    def __call__(self, task: Task, report: Callable[[Any], None]) -> Answer:
+        """The plan on one rank, and much to say about it."""
+        plan = super().__call__(task, report)
+        assert isinstance(plan, Plan)
+        found: dict[str, Any] = {"layout": Layout(), "micro_batches": 8, "layers_per_stage": (4,)}
+        found |= {"step_seconds": 1.0, "peak_bytes": GIB}
+        relaxed: dict[str, Any] = {"layout": Layout(), "step_seconds": 0.25, "optimal": False}
+        overtaking = Overtaking(alternative=0, change=-0.23)
+        return plan.model_copy(
+            update={
+                "explanation": (f"There is one rank {MARKUP}.",),
+                "alternatives": (Alternative(**found, slowdown=1.0, reason=f"slower {MARKUP}"),),
+                "pareto": (ParetoPoint(**found, devices=2, cost_per_token=1e-6),),
+                "relaxations": (Relaxation(**relaxed, constraint="memory", change=f"4 GiB more {MARKUP}", gain=0.5),),
+                "sensitivity": (
+                    Sensitivity(
+                        quantity="compute_seconds",
+                        uncertainty=0.1,
+                        reason=f"assumed {MARKUP}",
+                        overtakes=(overtaking,),
+                        holds=False,
+                    ),
+                ),
+                "cost_per_token": 2e-6,
+            }
+        )
 
 
 @dataclass(frozen=True)
@@ -103,7 +150,7 @@ class Gated(Instant):
         report(progress(2, 1.0))
         while not self.gate.exists():
             time.sleep(0.01)
-        return plan_of(task.request)
+        return plan_of(task.request, task.profile)
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from api.keys import make_key
 from api.settings import Settings
 from planner.schedule import Durations, build, simulate
 from planner.schedule.timeline import from_simulation, html
-from tests.api.documents import plan_body
+from tests.api.documents import four_equal_layers, plan_body
+from tests.api.fakes import MARKUP, Gated, Instant, Rich
 from tests.api.live import running
 
 pytestmark = pytest.mark.browser
@@ -34,8 +36,8 @@ def browser() -> Iterator[Any]:
 class Visit:
     """A page, the requests that it made, and the errors that it met."""
 
-    def __init__(self, browser: Any, address: str) -> None:
-        self.page = browser.new_page()
+    def __init__(self, browser: Any, address: str, **options: Any) -> None:
+        self.page = browser.new_page(**options)
         self.requests: list[str] = []
         self.errors: list[str] = []
         self.page.on("request", lambda request: self.requests.append(request.url))
@@ -74,3 +76,59 @@ def test_timeline_page_shows_every_action_with_its_words(browser: Any, tmp_path:
     assert width > 400
     assert visit.errors == []
     assert visit.requests == [page.as_uri()]
+
+
+def test_a_filled_form_leads_to_the_plans_page(browser: Any, settings: Settings, journal: Path) -> None:
+    """On a phone, in the dark: fill in, send, wait on the job's page, read the plan; nothing comes from elsewhere."""
+    gate = journal.with_name("gate")
+    with running(settings, Gated(journal, gate)) as live:
+        base = str(live.client.base_url).rstrip("/")
+        visit = Visit(browser, f"{base}/", viewport={"width": 390, "height": 800}, color_scheme="dark")
+        page = visit.page
+        page.get_by_role("link", name="Ask for a plan").first.click()
+        page.get_by_label("Model").select_option("gpt2")
+        page.get_by_label("Nodes").fill("none")
+        page.get_by_role("button", name="Plan").click()
+        assert "'none'" in page.locator("#nodes-wrong").inner_text()
+        assert ["422" in error for error in visit.errors] == [True]  # the refused form, which browsers note
+        visit.errors.clear()
+        page.get_by_label("Nodes").fill("1")
+        page.get_by_role("button", name="Plan").click()
+        page.wait_for_url("**/jobs/*")
+        assert page.get_by_role("button", name="Cancel").is_visible()
+        gate.touch()
+        page.wait_for_url("**/plans/*")
+        assert page.get_by_role("heading", name="gpt2 on 8 devices").is_visible()
+        assert page.get_by_role("img", name="One training step").first.bounding_box()["width"] > 300
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        page.get_by_role("link", name="Ask again with changes").click()
+        assert page.get_by_label("Nodes").input_value() == "1"
+        assert visit.errors == []
+        assert all(url.startswith((base, "data:")) for url in visit.requests)
+
+
+def test_markup_in_a_name_stays_text(browser: Any, settings: Settings, journal: Path) -> None:
+    """A model that is called like a script is shown so; the browser runs nothing and reports nothing."""
+    with running(settings, Rich(journal)) as live:
+        plan_id = live.plan(plan_body(four_equal_layers(MARKUP))).json()["id"]
+        visit = Visit(browser, f"{live.client.base_url}/plans/{plan_id}")
+        assert visit.page.locator("h1").inner_text() == f"{MARKUP} on 2 devices"
+        assert visit.page.locator("script").count() == 0
+        assert visit.errors == []
+
+
+def test_a_browser_asks_for_the_key(browser: Any, settings_of: Callable[..., Settings], journal: Path) -> None:
+    """With the key as password pages, pictures and forms work; a key that may only read cannot plan."""
+    (reading, reader), (secret, planner) = make_key("read", "reader"), make_key("plan", "planner")
+    with running(settings_of(keys=f"{reader.line()}\n{planner.line()}"), Instant(journal)) as live:
+        address = f"{live.client.base_url}/plan"
+        for key, place, told in ((reading, "**/plan", "needs the scope plan"), (secret, "**/plans/*", "Why this plan")):
+            context = browser.new_context(http_credentials={"username": "me", "password": key})
+            page = context.new_page()
+            page.goto(address)
+            page.get_by_role("button", name="Plan").click()
+            page.wait_for_url(place)
+            assert told in page.locator("main").inner_text()
+            context.close()
+        live.client.headers["Authorization"] = f"Bearer {secret}"
+        assert live.metric('planner_problems_total{code="forbidden"}') == 1

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from api.store import JobRow, PlanRow, Store
+from api.store import JobRow, PlanRow, Store, Swept, days_ago
 from planner.errors import DocumentError, RunError
 
 
@@ -157,3 +160,51 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DocumentError, match="cannot be written"):
         Store(tmp_path / "file" / "planner.db")
+
+
+def test_an_old_plan_goes_with_its_ended_jobs(store: Store) -> None:
+    """Plans, unneeded profiles and ended jobs older than their limits are deleted; what is measured or active stays."""
+    for name, created_at in (("old", "2026-01-01"), ("measured", "2026-01-01"), ("young", "2026-03-01")):
+        job = job_in(store, name, f"job of {name}")
+        store.start_job(job.id)
+        row = replace(plan_row(name), profile_id=f"profile of {name}", created_at=f"{created_at}T00:00:00.000Z")
+        store.finish_with_result(job, row, "{}")
+        store.add_profile(row.profile_id, "{}")
+    store.add_measurement("measured", "{}")
+    store.add_profile("asked for by nobody", "{}")
+    active = job_in(store, "active", "job that goes on")
+    assert store.sweep(plans_before=None, jobs_before=None) == Swept(0, 0, 0)
+    assert store.sweep(plans_before="2026-02-01", jobs_before="2026-02-01") == Swept(1, 0, 0)
+    assert [store.plan(name) is not None for name in ("old", "measured", "young")] == [False, True, True]
+    assert (store.job("job of old"), store.events("job of old", after=0)) == (None, [])
+    assert len(store.measurements("measured")) == 1
+    swept = store.sweep(plans_before=days_ago(-1), jobs_before=days_ago(-1))
+    assert swept == Swept(plans=1, profiles=3, jobs=1)
+    assert store.profile("profile of measured") is not None
+    assert [job.id for job in store.unfinished_jobs()] == [active.id]
+
+
+def test_a_profile_of_an_active_job_stays(store: Store) -> None:
+    """However old it is; and asking for it again makes it young."""
+    store.add_profile("q", "{}")
+    job_in(store, "p", "j")
+    assert store.sweep(plans_before=days_ago(-1), jobs_before=None) == Swept(0, 0, 0)
+    store.finish("j", "cancelled")
+    before = days_ago(0)
+    time.sleep(0.01)
+    assert store.touch_profile("q")
+    assert store.sweep(plans_before=before, jobs_before=None) == Swept(0, 0, 0)
+    assert store.sweep(plans_before=days_ago(-1), jobs_before=None) == Swept(0, 1, 0)
+    assert not store.touch_profile("q")
+
+
+def test_a_running_store_is_backed_up(store: Store, tmp_path: Path) -> None:
+    """As the guide says: VACUUM INTO, by another connection, while the service writes; the copy opens as a database."""
+    job = job_in(store)
+    store.start_job("j")
+    store.finish_with_result(job, plan_row(), "{}")
+    copy = tmp_path / "backup.db"
+    with closing(sqlite3.connect(tmp_path / "planner.db")) as other:
+        other.execute(f"VACUUM INTO '{copy}'")
+    with closing(Store(copy)) as restored:
+        assert restored.plan("p") == store.plan("p")

@@ -1,0 +1,310 @@
+"""Pages for people: a plan's, a miss', a job's, the form; each is whole, escaped, and leads on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from api.pages.html import render, tag
+from api.pages.wish_fields import FIELDS, answers_of, body_of, defaults, field_of
+from api.settings import Settings
+from planner.errors import Problem
+from planner.export import TARGETS
+from planner.search import make_request
+from planner.spec import Cluster, Job, Options
+from profiler.counted import counted_profile
+from tests.api.documents import cluster, four_equal_layers, job, plan_body
+from tests.api.fakes import MARKUP, Gated, Instant, Rich, Unfit
+from tests.api.live import Live, running, until
+from tests.api.read_page import Page, read_page
+from tests.api.test_plans import measured_run
+
+SettingsOf = Callable[..., Settings]
+FORM = {"model": "gpt2", "device": "a100-sxm4-80gb", "nodes": "1", "devices_per_node": "8", "global_batch_size": "64"}
+FORM |= {"sequence_length": "1024", "constraints": "tensor_parallel_degree=1,2; micro_batch_size=..4\nzero_stage=1"}
+
+
+def marked_body() -> dict[str, object]:
+    """A request with markup wherever words go."""
+    body = plan_body(four_equal_layers(MARKUP), job=job(constraints={"schedule": MARKUP}))
+    for layer in body["profile"]["layers"]:
+        layer["name"] += MARKUP
+    body["profile"]["device"] = body["cluster"]["name"] = MARKUP
+    body["cluster"]["node_groups"][0]["name"] = MARKUP
+    body["cluster"]["node_groups"][0]["device"]["id"] = MARKUP
+    return body
+
+
+def post(live: Live, answers: dict[str, str]) -> tuple[int, str]:
+    """Send the form; the status, and where it leads."""
+    answer = live.client.post("/plan", data=answers)
+    return answer.status_code, answer.headers.get("location", "")
+
+
+def test_a_plan_has_a_page_of_all_that_it_says(settings: Settings, journal: Path) -> None:
+    """Layout, time, memory, stages, alternatives and the rest stand there, escaped, and every link leads somewhere."""
+    with running(settings, Rich(journal)) as live:
+        plan_id = live.plan(marked_body()).json()["id"]
+        live.post(f"/v1/plans/{plan_id}/measurements", measured_run(plan_id, devices=MARKUP))
+        page = read_page(live.get(f"/plans/{plan_id}"))
+        assert page.all("h1")[0].text == f"{MARKUP} on 2 devices"
+        words = page.all("main")[0].text
+        assert "data 1 x tensor 1 x pipeline 1" in words
+        assert "optimal, proven" in words
+        assert "2 per million tokens" in words
+        assert words.count(MARKUP) > 8
+        for caption, cell in (
+            ("One step", "500 ms"),
+            ("Predicted memory", "1.00 GiB"),
+            ("Stages in the order", f"block0{MARKUP} .. block3{MARKUP}"),
+            ("best plans of other layouts", f"slower {MARKUP}"),
+            ("How wrong an input may be", "alternative 1 from -23% on"),
+            ("Nothing is faster", "1.00 s"),
+            ("under other limits", f"4 GiB more {MARKUP}"),
+            ("Medians of the steps", "20.0 %"),
+            ("other runtimes", next(iter(TARGETS.values())).title),
+        ):
+            assert cell in page.table(caption), caption
+        assert f"/plans/{plan_id}" in read_page(live.get("/")).links()
+        assert [link for link in sorted(set(page.links())) if live.get(link).status_code != 200] == []
+        assert live.get(f"/v1/plans/{plan_id}", Accept="text/html").json()["id"] == plan_id
+
+
+def test_targets_that_refuse_the_plan_tell_why(settings: Settings, journal: Path) -> None:
+    """Every target stands on the page: with a link that works, or with the reason why there is none."""
+    with running(settings, Instant(journal)) as live:
+        plan_id = live.plan(plan_body()).json()["id"]
+        page = read_page(live.get(f"/plans/{plan_id}"))
+        for name in TARGETS:
+            url = f"/v1/plans/{plan_id}/exports/{name}"
+            assert (live.get(url).status_code == 200) == (url in page.links()), name
+        assert page.table("other runtimes").count("cannot: ") == sum(
+            f"/v1/plans/{plan_id}/exports/{name}" not in page.links() for name in TARGETS
+        )
+
+
+def test_no_plan_has_a_page_too(settings: Settings, journal: Path) -> None:
+    """Reasons and nearest misses, by how much each misses; an unproven one says that there may be a plan."""
+    with running(settings, Unfit(journal, proven=False)) as live:
+        live.plan(plan_body(four_equal_layers(MARKUP)))
+        url = live.get("/v1/plans").json()["plans"][0]["url"].removeprefix("/v1")
+        page = read_page(live.get(url))
+        assert page.all("h1")[0].text == f"{MARKUP} on 2 devices: no plan fits"
+        assert "2.00 GiB" in page.table("The least that each layout needs")
+        assert "there may be a plan" in page.all("main")[0].text
+        assert "no plan fits" in read_page(live.get("/")).table("Plans")
+
+
+def test_a_form_becomes_the_plan_that_it_asks_for(settings: Settings, journal: Path) -> None:
+    """The form's plan is the one of the same document; asked again it is known; its page fills in the form."""
+    with running(settings, Instant(journal)) as live:
+        status, place = post(live, FORM)
+        assert (status, place.startswith("/jobs/")) == (303, True)
+        until(lambda: live.get(place).status_code == 303)
+        status, plan_page = post(live, FORM)
+        assert (status, live.get(place).headers["location"]) == (303, plan_page)
+        request = live.get(f"/v1{plan_page}").json()["request"]
+        assert request["model"] == "gpt2"
+        assert request["job"]["constraints"] == {
+            "tensor_parallel_degree": [1, 2],
+            "micro_batch_size": {"min": None, "max": 4},
+            "zero_stage": 1,
+        }
+        again = next(link for link in read_page(live.get(plan_page)).links() if link.startswith("/plan?"))
+        form = read_page(live.get(again))
+        filled = {found.attributes["name"]: found.attributes["value"] for found in form.all("input")}
+        chosen = [found.attributes["value"] for found in form.all("option") if "selected" in found.attributes]
+        assert chosen == ["gpt2", "a100-sxm4-80gb", "bf16-mixed", "adamw", "step_time"]
+        assert (filled["nodes"], filled["time_limit_seconds"]) == ("1", "60")
+        assert "micro_batch_size=..4" in form.all("textarea")[0].text
+        assert len(journal.read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "words"),
+    [
+        ({"nodes": "many"}, "nodes", "'many'"),
+        ({"nodes": "0"}, "nodes", "at least 1"),
+        ({"nodes": "100000"}, "nodes", "800000 devices"),
+        ({"global_batch_size": ""}, "global_batch_size", "missing"),
+        ({"sequence_length": "1e9"}, "sequence_length", "'1e9'"),
+        ({"precision": MARKUP}, "precision", "'bf16-mixed'"),
+        ({"device": "h1000"}, "device", "h1000"),
+        ({"model": MARKUP}, "model", "catalogue"),
+        ({"objective": "devices"}, "deadline_seconds", "the objective devices needs it"),
+        ({"time_limit_seconds": "1e6"}, "time_limit_seconds", "at most"),
+        ({"constraints": "tensor=2"}, "constraints", "tensor_parallel_degree"),
+        ({"constraints": "zero_stage=9"}, "constraints", "zero_stage"),
+        ({"constraints": f"zero_stage={MARKUP}"}, "constraints", "zero_stage"),
+    ],
+)
+def test_mistakes_stand_beside_their_fields(
+    form_service: Live, changes: dict[str, str], field: str, words: str
+) -> None:
+    """A wrong answer comes back as it was typed, with what is wrong and what to write."""
+    page = read_page(form_service.client.post("/plan", data=FORM | changes), status=422)
+    told = {
+        found.attributes["id"]: found.text
+        for found in page.elements
+        if found.attributes.get("class") == "wrong" and "id" in found.attributes
+    }
+    assert words in told[f"{field}-wrong"], told
+    (control,) = [found for found in page.elements if found.attributes.get("id") == field]
+    assert control.attributes["aria-invalid"] == "true"
+    assert f"{field}-wrong" in control.attributes["aria-describedby"]
+    assert typed(page)[field] == changes.get(field, "")
+
+
+@pytest.fixture(scope="module")
+def form_service(tmp_path_factory: pytest.TempPathFactory) -> object:
+    """One service for all mistakes."""
+    directory = tmp_path_factory.mktemp("forms")
+    settings = Settings(port=0, database=directory / "planner.db", spare_solvers=0)
+    with running(settings, Instant(directory / "journal")) as live:
+        yield live
+
+
+def typed(page: Page) -> dict[str, str]:
+    """What stands in the fields of a form."""
+    answers = {found.attributes["name"]: found.attributes["value"] for found in page.all("input")}
+    answers |= {found.attributes["name"]: found.text for found in page.all("textarea")}
+    selects = [found for found in page.elements if found.name in ("select", "option")]
+    name = ""
+    for found in selects:
+        if found.name == "select":
+            name = found.attributes["name"]
+        elif "selected" in found.attributes:
+            answers[name] = found.attributes["value"]
+    return answers
+
+
+def test_a_form_that_is_none_is_refused(form_service: Live) -> None:
+    """Other bodies than a form's are 415; fields in thousands are 422, not work."""
+    assert form_service.client.post("/plan", json=FORM).status_code == 415
+    many = "&".join(f"nodes={number}" for number in range(1000)).encode()
+    headers = {"Content-Type": "application/x-www-form-urlencoded"}
+    assert form_service.client.post("/plan", content=many, headers=headers).status_code == 422
+    assert form_service.client.post("/plan", content=b"model=%ff%00&nodes=%zz", headers=headers).status_code == 422
+
+
+def test_a_job_has_a_page_that_renews_itself_until_it_ends(settings: Settings, journal: Path, tmp_path: Path) -> None:
+    """It shows incumbent, bound and gap; once there is a plan it leads there, and then asks no more."""
+    with running(settings, Gated(journal, tmp_path / "gate")) as live:
+        _, place = post(live, FORM)
+        until(lambda: "1.00 s" in live.get(place).text)
+        page = read_page(live.get(place))
+        refresh = [found for found in page.all("meta") if found.attributes.get("http-equiv") == "refresh"]
+        assert [found.attributes["content"] for found in refresh] == ["2"]
+        assert all(words in page.all("dl")[0].text for words in ("running", "250 ms", "75.0 %", "2 of 10 layouts"))
+        assert place in read_page(live.get("/")).links()
+        (tmp_path / "gate").touch()
+        until(lambda: live.get(place).status_code == 303)
+        assert live.get(live.get(place).headers["location"]).status_code == 200
+
+
+def test_a_job_can_be_cancelled_from_its_page(settings: Settings, journal: Path, tmp_path: Path) -> None:
+    """The button ends the solve; the page then offers to ask again, and renews itself no more."""
+    with running(settings, Gated(journal, tmp_path / "gate")) as live:
+        _, place = post(live, FORM)
+        (form,) = read_page(live.get(place)).all("form")
+        answer = live.client.post(form.attributes["action"])
+        assert (answer.status_code, answer.headers["location"]) == (303, place)
+        page = read_page(live.get(place))
+        assert "cancelled" in page.all("h1")[0].text
+        assert not any("http-equiv" in found.attributes for found in page.all("meta"))
+        assert "/plan" in page.links()
+
+
+def test_a_full_queue_is_told_above_the_form(settings_of: SettingsOf, journal: Path, tmp_path: Path) -> None:
+    """429 with Retry-After, and the form as it was filled in."""
+    with running(settings_of(queue_length=0), Gated(journal, tmp_path / "gate")) as live:
+        post(live, FORM)
+        answer = live.client.post("/plan", data=FORM | {"nodes": "2"})
+        assert int(answer.headers["retry-after"]) >= 1
+        page = read_page(answer, status=429)
+        assert "1 solves run" in page.all("main")[0].text
+        assert typed(page)["nodes"] == "2"
+
+
+def test_browsers_get_pages_for_errors(form_service: Live) -> None:
+    """Under a page's path; documents stay documents, whoever asks."""
+    page = read_page(form_service.get("/plans/<b>none", Accept="text/html,*/*"), status=404)
+    assert "there is no plan '<b>none'" in page.all("main")[0].text
+    assert form_service.get("/plans/none").json()["code"] == "not-found"
+    assert form_service.get("/v1/plans/none", Accept="text/html").json()["code"] == "not-found"
+
+
+def test_old_plans_are_reached_from_the_start(
+    settings: Settings, journal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start page shows some, and leads to those before them."""
+    monkeypatch.setattr("api.pages.start.RECENT_PLANS", 1)
+    with running(settings, Instant(journal)) as live:
+        assert "/plan" in read_page(live.get("/")).links()
+        ids = [live.plan(plan_body(job=job(global_batch_size=8 * size))).json()["id"] for size in (1, 2)]
+        first = read_page(live.get("/"))
+        assert (f"/plans/{ids[1]}" in first.links(), f"/plans/{ids[0]}" in first.links()) == (True, False)
+        older = next(link for link in first.links() if link.startswith("/?cursor="))
+        assert f"/plans/{ids[0]}" in read_page(live.get(older)).links()
+
+
+def test_behind_a_proxy_all_links_have_its_prefix(settings_of: SettingsOf, journal: Path) -> None:
+    """Locations, links of pages and URLs in documents begin with the prefix; the requests come without it."""
+    with running(settings_of(root_path="/planner"), Instant(journal)) as live:
+        answer = live.plan(plan_body())
+        plan_id = answer.json()["id"]
+        assert answer.headers["content-location"] == f"/planner/v1/plans/{plan_id}"
+        _, place = post(live, FORM)
+        assert place.startswith("/planner/jobs/")
+        job_page = live.get(place.removeprefix("/planner"))
+        assert job_page.status_code in (200, 303)
+        for path in ("/", "/plan", f"/plans/{plan_id}"):
+            page = read_page(live.get(path))
+            assert all(link.startswith("/planner/") for link in page.links())
+            assert all(found.attributes["src"].startswith("/planner/v1/") for found in page.all("img"))
+            assert all(found.attributes["action"].startswith("/planner/") for found in page.all("form"))
+        until(lambda: len(live.get("/v1/plans").json()["plans"]) == 2)
+        assert all(plan["url"].startswith("/planner/v1/plans/") for plan in live.get("/v1/plans").json()["plans"])
+        made = live.post(f"/v1/plans/{plan_id}/measurements", measured_run(plan_id))
+        assert made.headers["location"] == made.json()["url"] == f"/planner/v1/plans/{plan_id}/measurements/1"
+        stored = live.post("/v1/profiles", plan_body()["profile"])
+        assert stored.headers["location"] == stored.json()["url"]
+        view = live.get(place.removeprefix("/planner").replace("/jobs", "/v1/jobs")).json()
+        assert view["events_url"].startswith("/planner/v1/jobs/")
+
+
+def test_fields_stand_where_documents_have_them() -> None:
+    """The defaults ask for a valid plan but for the model's profile; every field's problem finds its field."""
+    body, problems = body_of(defaults())
+    assert problems == []
+    assert body["cluster"]["node_groups"] == [{"device": "h100-sxm5-80gb", "nodes": "1", "devices_per_node": "8"}]
+    named = {field.name: field_of(Problem(field.name, "")) for field in FIELDS}
+    assert named == {name: name for name in named}
+    assert field_of(Problem("cluster.node_groups[0].nodes", "")) == "nodes"
+    assert field_of(Problem("job.constraints.zero_stage.min", "")) == "constraints"
+    assert field_of(Problem("tensor_parallel_degree", "")) == "constraints"
+    assert field_of(Problem("elsewhere", "")) == ""
+
+
+def test_a_request_that_no_form_can_say_fills_in_none() -> None:
+    """An inline device, several node groups or a profile of one's own have no place in the form."""
+    profile = counted_profile("gpt2", sequence_length=1024, dtype="bf16")
+    wanted = Job(global_batch_size=8, sequence_length=1024)
+    group = {"device": "a100-sxm4-80gb", "nodes": 1, "devices_per_node": 8}
+    for groups, model, sayable in (([group], "gpt2", True), ([group, group], "gpt2", False), ([group], None, False)):
+        request = make_request(profile, Cluster.model_validate({"node_groups": groups}), wanted, Options(), model=model)
+        assert (answers_of(request) is not None) == sayable
+    inline = make_request(profile, Cluster.model_validate(cluster()), wanted, Options(), model="gpt2")
+    assert answers_of(inline) is None
+
+
+def test_text_is_no_markup() -> None:
+    """Children and attributes are escaped; addresses within the service get the prefix, others stay."""
+    tree = [tag("a", MARKUP, href="/x", title=MARKUP), tag("a", "&", href="//elsewhere"), tag("input", disabled=True)]
+    text = render(tree, "/root")
+    (here, there, control) = Page(text).elements
+    assert (here.text, here.attributes) == (MARKUP, {"href": "/root/x", "title": MARKUP})
+    assert there.attributes == {"href": "//elsewhere"}
+    assert control.attributes == {"disabled": ""}
