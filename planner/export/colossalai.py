@@ -6,7 +6,12 @@ its documentation says, and the file is written around them:
 - `PipelineStageManager.__init__` wants ``num_layers_per_stage`` to have one number per pipeline rank, where
   `get_stage_index` takes one per virtual stage, in the order of the model: such a list is set once the plugin is made.
 - `PipelineGradientCheckpointConfig` is read with a stage manager, which there is none of without pipeline parallelism.
-- its list is read at ``rank + chunk * ranks``: in the order of the model for interleaved stages.
+- its list is read at ``rank + chunk * ranks``: in the order of the model for interleaved stages, but not for those of a
+  V, whose second half it has by ranks.
+
+The order of a V's actions is made by Colossal-AI's own `PipelineGraph`, which holds as many micro-batches on every rank
+zb-v in `planner.schedule`, given two per rank or more: 2 P units of half a rank's blocks (Qi et al. 2024, "Pipeline
+Parallelism with Controllable Memory").
 
 Numbers of layers are numbers of blocks: the embedding goes with the first stage, the head with the last.
 """
@@ -14,6 +19,7 @@ Numbers of layers are numbers of blocks: the embedding goes with the first stage
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 from planner.export.runtime import Runtime, first_blocks_recompute, whole_block_recompute, whole_model_recompute
 from planner.export.target import Export, Target, header, refuse
@@ -26,7 +32,7 @@ _COLOSSALAI = Runtime(
     # No pure bf16: HybridParallelAMPOptimizer keeps fp32 copies of all that is not fp32.
     precisions={"bf16-mixed": "bf16", "fp16-mixed": "fp16", "fp32": "fp32"},
     optimizers={name: name for name in ("adamw", "adam", "sgd", "momentum")},
-    schedules={"1f1b": "1f1b", "interleaved-1f1b": "interleaved"},
+    schedules={"1f1b": "1f1b", "interleaved-1f1b": "interleaved", "zb-v": "zbv"},
     zero_stages=(0, 1, 2),
     rank_orders=("tp-cp-dp-pp", "tp-cp-pp-dp"),
     context_parallel=True,
@@ -39,6 +45,7 @@ def write(plan: Plan) -> Export:
     blocks = _COLOSSALAI.transformer(plan)
     _check_zero(plan)
     _check_sequence(plan)
+    _check_v(plan)
     arguments, warnings = _arguments(plan, blocks)
     text = header(plan, _COLOSSALAI.name, _VERSION, warnings) + _python(plan, blocks, arguments)
     return Export(text, tuple(warnings))
@@ -80,6 +87,19 @@ def _check_sequence(plan: Plan) -> None:
         )
 
 
+def _check_v(plan: Plan) -> None:
+    """ZeroBubbleVPipeScheduler wants whole rounds of micro-batches; with one only, PipelineGraph holds more than we."""
+    ranks = plan.layout.pipeline_parallel_degree
+    if _COLOSSALAI.schedule(plan) == "zbv" and (plan.micro_batches % ranks or plan.micro_batches < 2 * ranks):
+        refuse(
+            _COLOSSALAI.name,
+            f"runs a V of {ranks} ranks within the plan's memory with {2 * ranks}, {3 * ranks}, ... micro-batches, the "
+            f"plan has {plan.micro_batches}",
+            field="micro_batches",
+            mend="plan with --fix schedule=1f1b,interleaved-1f1b",
+        )
+
+
 def _arguments(plan: Plan, blocks: Transformer) -> tuple[dict[str, object], list[str]]:
     """Of the plugin, and what is told of them."""
     layout = plan.layout
@@ -109,6 +129,7 @@ def _arguments(plan: Plan, blocks: Transformer) -> tuple[dict[str, object], list
         warnings += [
             *whole_block_recompute(blocks, _COLOSSALAI.name),
             *first_blocks_recompute(blocks, _COLOSSALAI.name),
+            *_reordered(arguments),
         ]
     else:
         warnings += whole_model_recompute(blocks, _COLOSSALAI.name)[1]
@@ -124,12 +145,28 @@ def _pipeline(plan: Plan, blocks: Transformer) -> dict[str, object]:
     }
     if layout.virtual_stages_per_rank == 1:
         arguments["num_layers_per_stage"] = [stage.blocks for stage in blocks.stages]
+    if arguments["pp_style"] == "zbv":
+        arguments["scheduler_nodes"] = _Code(
+            f"PipelineGraph(n_stage={layout.pipeline_parallel_degree}, n_micro={plan.micro_batches}, "
+            "f_cost=1000, b_cost=1000, w_cost=1000, c_cost=1, f_mem=1, b_mem=0, w_mem=-1).get_v_schedule()"
+        )
     if _recomputes(blocks):
-        counts = [_recomputing(stage) for stage in blocks.stages]
+        counts = _by_chunk(plan, [_recomputing(stage) for stage in blocks.stages])
         arguments["gradient_checkpoint_config"] = _Code(
             f"PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage={counts})"
         )
     return arguments
+
+
+def _by_chunk(plan: Plan, numbers: list[int]) -> list[int]:
+    """Of stages in the order of the model; those of each chunk in the order of the ranks."""
+    ranks = plan.layout.pipeline_parallel_degree
+    return numbers if _COLOSSALAI.schedule(plan) != "zbv" else numbers[:ranks] + numbers[: -ranks - 1 : -1]
+
+
+def _reordered(arguments: dict[str, object]) -> Iterator[str]:
+    if arguments["pp_style"] == "zbv":
+        yield "Colossal-AI orders the actions of a V itself, as if all took as long; peaks of memory are the plan's."
 
 
 def _recomputes(blocks: Transformer) -> bool:
@@ -154,12 +191,15 @@ def _python(plan: Plan, blocks: Transformer, arguments: dict[str, object]) -> st
     layout, job = plan.layout, plan.request.job
     is_piped = layout.pipeline_parallel_degree > 1
     imports = ["from colossalai.booster.plugin import HybridParallelPlugin"]
+    if "scheduler_nodes" in arguments:
+        imports.append("from colossalai.pipeline.schedule.v_schedule import PipelineGraph")
     if "gradient_checkpoint_config" in arguments:
         imports.append("from colossalai.shardformer import PipelineGradientCheckpointConfig")
     per, steps = ("step", 1) if is_piped else ("backward", plan.micro_batches)
     # HybridParallelPlugin.no_sync raises with ZeRO 2, whose gradients are scattered by every backward.
     unsynced = "none" if layout.zero_stage == 2 else "all but the last"
     batch = layout.micro_batch_size * plan.micro_batches // steps
+    reentrance = 'gradient_checkpointing_kwargs={"use_reentrant": False}' if "scheduler_nodes" in arguments else ""
     optimizer = "colossalai.nn.optimizer.HybridAdam" if layout.optimizer_offload else _COLOSSALAI.optimizer(plan)
     return f"""
 {chr(10).join(imports)}
@@ -167,7 +207,8 @@ def _python(plan: Plan, blocks: Transformer, arguments: dict[str, object]) -> st
 BATCH_SIZE = {batch}  # samples of one data-parallel rank per {per}
 ACCUMULATION_STEPS = {steps}  # backwards per optimizer step, {unsynced} under booster.no_sync
 SEQUENCE_LENGTH = {job.sequence_length}
-RECOMPUTES = {_recomputes(blocks)}  # whether to call model.gradient_checkpointing_enable() before booster.boost
+# Whether to call model.gradient_checkpointing_enable({reentrance}) before booster.boost:
+RECOMPUTES = {_recomputes(blocks)}
 # The optimizer is yours: {optimizer}.
 
 

@@ -35,7 +35,8 @@ from colossalai.shardformer import PipelineGradientCheckpointConfig
 BATCH_SIZE = 8  # samples of one data-parallel rank per step
 ACCUMULATION_STEPS = 1  # backwards per optimizer step, all but the last under booster.no_sync
 SEQUENCE_LENGTH = 256
-RECOMPUTES = True  # whether to call model.gradient_checkpointing_enable() before booster.boost
+# Whether to call model.gradient_checkpointing_enable() before booster.boost:
+RECOMPUTES = True
 # The optimizer is yours: adamw.
 
 
@@ -77,7 +78,8 @@ def test_sharded_data_parallelism_that_offloads() -> None:
 BATCH_SIZE = 1  # samples of one data-parallel rank per backward
 ACCUMULATION_STEPS = 8  # backwards per optimizer step, none under booster.no_sync
 SEQUENCE_LENGTH = 256
-RECOMPUTES = False  # whether to call model.gradient_checkpointing_enable() before booster.boost
+# Whether to call model.gradient_checkpointing_enable() before booster.boost:
+RECOMPUTES = False
 # The optimizer is yours: colossalai.nn.optimizer.HybridAdam.
 
 
@@ -97,18 +99,21 @@ def plugin() -> HybridParallelPlugin:
     )
 
 
-@pytest.mark.parametrize("name", ["uneven-stages", "virtual-stages", "per-layer-recompute"])
+@pytest.mark.parametrize("name", ["uneven-stages", "virtual-stages", "per-layer-recompute", "zero-bubble-v"])
 def test_the_stage_manager_deals_blocks_as_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What PipelineStageManager.get_stage_index makes of the file are the plan's stages, recomputing as many blocks."""
     plan = plan_of(name)
+    plan = recomputing(plan, {0: "full", 11: "full"}) if name == "zero-bubble-v" else plan
     plugin = made(plan, monkeypatch)
     sizes, ranks = plugin.stage_manager.num_layers_per_stage, plugin.pp_size
     bounds = list(pairwise((0, *accumulate(sizes))))
     first = 0
     for stage in plan.stages:
-        rank, chunk = stage.index % ranks, stage.index // ranks
+        chunk, rank = divmod(stage.index, ranks)
+        is_back = plugin.pp_style == "zbv" and chunk == 1
+        rank = 2 * ranks - 1 - stage.index if is_back else rank
         blocks = [layer for layer in stage.layers if layer.modules[0].startswith("transformer.h.")]
-        assert bounds[rank + chunk * ranks] == (first, first + len(blocks))
+        assert bounds[2 * ranks - rank - 1 if is_back else rank + chunk * ranks] == (first, first + len(blocks))
         if plugin.recompute:
             assert plugin.recompute[rank + chunk * ranks] == sum(layer.recompute != "none" for layer in blocks)
         assert stage.pipeline_rank == rank
@@ -126,8 +131,12 @@ def made(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> Any:
         recompute = arguments.pop("gradient_checkpoint_config", None)
         return SimpleNamespace(stage_manager=manager, recompute=recompute, **arguments)
 
-    for name in ("colossalai", "colossalai.booster", "colossalai.booster.plugin", "colossalai.shardformer"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for name in ("booster", "booster.plugin", "shardformer", "pipeline", "pipeline.schedule"):
+        monkeypatch.setitem(sys.modules, f"colossalai.{name}", ModuleType(name))
+    order = ModuleType("v_schedule")
+    order.PipelineGraph = lambda **_: SimpleNamespace(get_v_schedule=list)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "colossalai", ModuleType("colossalai"))
+    monkeypatch.setitem(sys.modules, "colossalai.pipeline.schedule.v_schedule", order)
     monkeypatch.setattr(sys.modules["colossalai.booster.plugin"], "HybridParallelPlugin", plugin, raising=False)
     config = lambda *, num_ckpt_layers_per_stage: num_ckpt_layers_per_stage  # noqa: E731
     monkeypatch.setattr(
@@ -136,6 +145,15 @@ def made(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> Any:
     names: dict[str, Any] = {}
     exec(find("colossalai").write(plan).text, names)
     return names["plugin"]()
+
+
+def test_a_v_is_ordered_by_its_own_graph() -> None:
+    """Recomputation must not be reentrant then, and the order is told to be another."""
+    export = find("colossalai").write(recomputing(plan_of("zero-bubble-v"), {11: "full"}))
+    assert "n_stage=2, n_micro=16, f_cost=1000, b_cost=1000, w_cost=1000, c_cost=1, f_mem=1, b_mem=0" in export.text
+    assert "num_ckpt_layers_per_stage=[0, 0, 0, 1]" in export.text
+    assert "gradient_checkpointing_kwargs" in export.text
+    assert "orders the actions of a V itself" in export.warnings[-1]
 
 
 def test_recomputation_is_moved_to_the_first_blocks() -> None:
@@ -158,6 +176,10 @@ def test_context_parallelism_is_a_ring() -> None:
         ("layout.zero_stage", {"data_parallel_degree": 2, "zero_stage": 3}),
         ("layout.zero_shard_degree", {"data_parallel_degree": 4, "zero_stage": 1, "zero_shard_degree": 2}),
         ("layout.schedule", {"pipeline_parallel_degree": 2, "schedule": "gpipe"}),
+        (
+            "micro_batches",
+            {"pipeline_parallel_degree": 2, "virtual_stages_per_rank": 2, "schedule": "zb-v", "batch": 2},
+        ),
         ("request.job.precision", {"precision": "bf16"}),
         ("request.job.optimizer", {"optimizer": "adafactor"}),
     ],
