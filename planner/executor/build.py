@@ -154,10 +154,7 @@ def build_rank(
     stages = {index: _fill_stage(source, layers, fill, device, seed, mesh) for index, layers in mine.items()}
     if pieces.is_split:
         _attend_from_pieces(stages.values())
-    dtype = COMPUTE_DTYPE[plan.request.job.precision]
-    buffers = buffers_to_cast(source.blueprint, dtype)
-    for stage in stages.values():
-        cast_rest(stage, dtype, buffers=buffers)
+    _cast_rest(plan, source, stages.values())
     tie(list(stages.values()), cut.shared_parameters)
     partial = _shard(plan, {mine[index]: stage for index, stage in stages.items()}, source, mesh)
     module = merge(list(stages.values()))
@@ -205,6 +202,14 @@ def build_rank(
         has_first_stage=0 in mine,
         has_last_stage=len(plan.stages) - 1 in mine,
     )
+
+
+def _cast_rest(plan: Plan, source: ModelSource, stages: Iterable[nn.Module]) -> None:
+    """What is of the precision's type beside the parameters, which the optimizer casts."""
+    dtype = COMPUTE_DTYPE[plan.request.job.precision]
+    buffers = buffers_to_cast(source.blueprint, dtype)
+    for stage in stages:
+        cast_rest(stage, dtype, buffers=buffers)
 
 
 def _attend_from_pieces(stages: Iterable[nn.Module]) -> None:

@@ -27,6 +27,7 @@ from planner.executor.same_samples import refuse_unlike
 from planner.executor.shares import share_of
 from planner.executor.spikes import SpikeWatch
 from planner.executor.timeline import computing_seconds
+from planner.executor.unused import UsedParameters
 from planner.spec.plan import Plan
 
 RECORDED_STEPS = 64
@@ -61,6 +62,7 @@ class Trainer:
         self._dataset = dataset
         self._is_unchecked = mesh.grid.size > 1 and has_own_targets(dataset)
         """No step has shown yet that the user's samples are the same on all ranks that read them."""
+        self._used = UsedParameters(part.module, part.optimizer, part.copies, mesh)
         self._device = device
         self._clip = clip
         self._counted = counted
@@ -153,8 +155,9 @@ class Trainer:
         self._finish_gradients()
         factor = self._gradient_factor()
         with self._part.recorder.span("optimizer"):
-            if factor is not None:
-                self._part.optimizer.step(factor)
+            with self._used.alone():
+                if factor is not None:
+                    self._part.optimizer.step(factor)
             self._part.optimizer.zero_gradients()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

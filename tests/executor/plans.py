@@ -155,7 +155,7 @@ FALCON = {
 }
 FALCON_ALIBI = {**FALCON, "num_kv_heads": 4, "new_decoder_architecture": False, "multi_query": False, "alibi": True}
 PHI3 = {**LLAMA, "model_type": "phi3", "num_hidden_layers": 2, "max_position_embeddings": 64, "pad_token_id": 0}
-GRAPHS = ("unet", "resnet", "diffusion", "wide", "halting")
+GRAPHS = ("unet", "resnet", "diffusion", "wide", "halting", "forking")
 """Callables of `tests.profiler.graphs`."""
 FROZEN = (
     "adapted_llama",
@@ -358,6 +358,19 @@ def _prediction() -> Prediction:
     return Prediction(
         step_seconds=1.0, tokens_per_second=1.0, mfu=None, bubble_fraction=0.0, breakdown=breakdown, memory=()
     )
+
+
+SIGNS = "+---+++++++-----"
+"""Of the features of every four samples, as `signed` gives them: of micro-batches of four steps."""
+
+
+def signed(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features that are all positive or all negative, and classes."""
+    generators = [torch.Generator().manual_seed(index) for index in range(start, stop)]
+    features = torch.stack([torch.rand(8, generator=each) for each in generators])
+    signs = [1.0 if SIGNS[index // 4 % len(SIGNS)] == "+" else -1.0 for index in range(start, stop)]
+    classes = torch.stack([torch.randint(4, (), generator=each) for each in generators])
+    return features * torch.tensor(signs)[:, None], classes
 
 
 def masked(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -286,6 +286,22 @@ class Halting(nn.Module):
         return output
 
 
+class Forking(nn.Module):
+    """Has one head for positive features, another for negative ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.left = nn.Linear(16, 4)
+        self.right = nn.Linear(16, 4)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(batch, 8) -> (batch, 4)."""
+        hidden = torch.tanh(self.first(features))
+        output: Tensor = self.left(hidden) if features.sum().item() < 0 else self.right(hidden)
+        return output
+
+
 class Failing(nn.Module):
     """Multiplies what does not fit."""
 
@@ -388,6 +404,11 @@ def reading() -> tuple[nn.Module, Tensor]:
 def halting() -> tuple[nn.Module, Tensor]:
     """Goes where its values say."""
     return Halting(), torch.zeros(1, 8)
+
+
+def forking() -> tuple[nn.Module, Tensor]:
+    """Uses one head or the other."""
+    return Forking(), torch.zeros(1, 8)
 
 
 def failing() -> tuple[nn.Module, Tensor]:

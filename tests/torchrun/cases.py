@@ -75,6 +75,8 @@ class Case:
 
 
 IMAGES = {"sequence_length": 0, "micro_batch_size": 4, "optimizer": "momentum"}
+FORKING = {**IMAGES, "optimizer": "adamw", "data": 2, "micro_batches": 2}
+FORKS: dict[str, Any] = {"steps": 4, "learning_rate": 0.01, "data": "tests.executor.plans:signed"}
 TWO_RANKS = {
     "pp2-gpipe": Case("llama", (3, 3), {"schedule": "gpipe"}),
     "pp2-1f1b-uneven-recompute": Case("llama", (2, 4), {"recompute": {1: "full", 4: "selective"}}),
@@ -134,6 +136,11 @@ TWO_RANKS = {
     ),
     # Goes where its values say: the ranks may take different ways.
     "dp2-halting": Case("halting", (1,), {**IMAGES, "data": 2, "micro_batches": 2}, learning_rate=0.05),
+    # Every head is used by one replica alone in a step, and by none in another: AdamW then leaves it as it is.
+    "dp2-unused": Case("forking", (1,), FORKING, clip=0.5, **FORKS),
+    "dp2-unused-zero2": Case("forking", (1,), {**FORKING, "zero": 2}, **FORKS),
+    "dp2-unused-host": Case("forking", (1,), {**FORKING, "optimizer_offload": True}, **FORKS),
+    "dp2-unused-bf16-mixed-zero3": Case("forking", (1,), {**FORKING, "precision": "bf16-mixed", "zero": 3}, **FORKS),
     "pp2-t5-bf16": Case("t5", (5, 2), {"micro_batch_size": 2, "precision": "bf16"}, clip=0.5),
     "gradients-unet": Case("unet", (2, 6), {**IMAGES, "optimizer": "sgd"}, steps=1, learning_rate=1.0),
     "gradients-t5": Case("t5", (3, 4), {"micro_batch_size": 2, "optimizer": "sgd"}, steps=1, learning_rate=1.0),
