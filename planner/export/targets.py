@@ -6,7 +6,10 @@ import difflib
 
 from planner.errors import UnknownNameError
 from planner.export import (
+    accelerate,
     colossalai,
+    deepspeed,
+    deepspeed_pipeline,
     galvatron,
     gpt_neox,
     kubernetes,
@@ -35,6 +38,9 @@ TARGETS: dict[str, Target] = {
         megatron_bridge,
         torchtitan,
         torchtitan_main,
+        deepspeed,
+        deepspeed_pipeline,
+        accelerate,
         nanotron,
         colossalai,
         galvatron,
