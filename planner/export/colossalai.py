@@ -9,9 +9,9 @@ its documentation says, and the file is written around them:
 - its list is read at ``rank + chunk * ranks``: in the order of the model for interleaved stages, but not for those of a
   V, whose second half it has by ranks.
 
-The order of a V's actions is made by Colossal-AI's own `PipelineGraph`, which holds as many micro-batches on every rank
-zb-v in `planner.schedule`, given two per rank or more: 2 P units of half a rank's blocks (Qi et al. 2024, "Pipeline
-Parallelism with Controllable Memory").
+The order of a V's actions is made by Colossal-AI's own `PipelineGraph`, which holds as much on every rank as zb-v of
+`planner.schedule` does, given two micro-batches per rank or more: 2 P units of half a rank's blocks (Qi et al. 2024,
+"Pipeline Parallelism with Controllable Memory").
 
 Numbers of layers are numbers of blocks: the embedding goes with the first stage, the head with the last.
 """

@@ -23,7 +23,7 @@ from planner.spec import Plan
 _VERSION = "commit cea12ff, June 2026"
 _GALVATRON = Runtime(
     name="Galvatron",
-    precisions={"bf16-mixed": "bf16", "fp32": "fp32"},  # fp16 too, but no scaling of its loss
+    precisions={"bf16-mixed": "bf16"},  # fp16 too, but no scaling of its loss; fp32, but no FlashAttention then
     optimizers={"adamw": "adamw"},
     schedules={"1f1b": "pipedream_flush", "gpipe": "gpipe"},
     zero_stages=(0, 1, 2, 3),
@@ -31,12 +31,15 @@ _GALVATRON = Runtime(
 )
 
 
+_USE = "To be given as runtime.parallel.galvatron_config_path=FOLDER/FILE, with its folder, beside the arguments below."
+
+
 def write(plan: Plan) -> Export:
     """The strategy, one entry per block."""
     blocks = _GALVATRON.transformer(plan)
     _check_stages(blocks)
     warnings = (*whole_block_recompute(blocks, _GALVATRON.name), *_warnings(plan))
-    told = header(plan, _GALVATRON.name, _VERSION, warnings, comment="").splitlines()
+    told = [*header(plan, _GALVATRON.name, _VERSION, warnings, comment="").splitlines(), _USE]
     document = {"planner": told, "arguments": _arguments(plan), **_strategy(plan, blocks)}
     return Export(json.dumps(document, indent=4) + "\n", warnings)
 
@@ -100,7 +103,7 @@ def _warnings(plan: Plan) -> Iterator[str]:
             "Galvatron has no ZeRO 1: FSDP's SHARD_GRAD_OP shards parameters too between steps, and gathers them in "
             "the forward instead of after the optimizer's step."
         )
-    if layout.zero_stage < 3 and plan.request.job.precision != "fp32":
+    if layout.zero_stage < 3:
         what = "keeps parameters and reduced gradients in fp32 beside those in half precision"
         yield more_memory(plan, _GALVATRON.name, what, of_parameters=1.0)
     if layout.tensor_parallel_degree > 1 and not layout.sequence_parallel:

@@ -23,7 +23,7 @@ from planner.spec import Plan
 _VERSION = "commit ea7aefd, May 2026"
 _NEOX = Runtime(
     name="GPT-NeoX",
-    precisions={"bf16-mixed": "bfloat16", "fp16-mixed": "fp16", "fp32": "fp32"},
+    precisions={"bf16-mixed": "bfloat16", "fp16-mixed": "fp16"},  # fp32 too, but no FlashAttention then
     optimizers={"adamw": "Adam"},  # apex's and DeepSpeed's, both with decoupled weight decay
     schedules={"1f1b": "1f1b"},
     zero_stages=(0, 1, 2, 3),

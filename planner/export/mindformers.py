@@ -22,7 +22,7 @@ from planner.spec import Plan
 _VERSION = "commit fd4deeb, July 2025"
 _MINDFORMERS = Runtime(
     name="mindformers",
-    precisions={"bf16-mixed": "bfloat16", "fp32": "float32"},
+    precisions={"bf16-mixed": "bfloat16"},
     optimizers={"adamw": "AdamW"},
     schedules={"1f1b": "1f1b", "interleaved-1f1b": "1f1b"},
     zero_stages=(0, 1, 2),
@@ -128,9 +128,8 @@ def _check_micro_batches(plan: Plan) -> None:
 
 def _warnings(plan: Plan) -> Iterator[str]:
     layout = plan.layout
-    if plan.request.job.precision == "bf16-mixed":
-        what = "keeps parameters in fp32 and casts them for every product"
-        yield more_memory(plan, _MINDFORMERS.name, what, of_parameters=1.0)
+    what = "keeps parameters in fp32 and casts them for every product"
+    yield more_memory(plan, _MINDFORMERS.name, what, of_parameters=1.0)
     if layout.zero_stage:
         yield (
             f"mindformers has no ZeRO {layout.zero_stage}: its parallel optimizer shards parameters too between steps, "

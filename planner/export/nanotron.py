@@ -29,8 +29,9 @@ from planner.spec import Plan
 _VERSION = "commit 2411b02, April 2026"
 _NANOTRON = Runtime(
     name="nanotron",
-    # No fp16: it has no loss scaling. Accumulating gradients in fp32 is what makes the fp32 copy of parameters.
-    precisions={"bf16-mixed": "bfloat16", "bf16": "bfloat16", "fp32": "float32"},
+    # No fp16: it has no loss scaling. No fp32: its attention is FlashAttention. Accumulating gradients in fp32 is what
+    # makes the fp32 copy of parameters.
+    precisions={"bf16-mixed": "bfloat16", "bf16": "bfloat16"},
     optimizers={"adamw": "adamW", "sgd": "sgd"},
     schedules={"1f1b": "1f1b", "gpipe": "afab"},
     zero_stages=(0, 1),

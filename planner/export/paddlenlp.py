@@ -23,7 +23,7 @@ _VERSION = "run_pretrain.py of commit 0331b4c, modeling_pp.py of commit 0035f4f"
 _PADDLENLP = Runtime(
     name="PaddleNLP",
     # With fp16_opt_level O2: half-precision parameters, and fp32 copies in the optimizer.
-    precisions={"bf16-mixed": "bf16", "fp16-mixed": "fp16", "fp32": ""},
+    precisions={"bf16-mixed": "bf16", "fp16-mixed": "fp16"},
     optimizers={"adamw": "adamw"},
     schedules={"1f1b": "1f1b", "interleaved-1f1b": "interleaved"},
     zero_stages=(0, 1, 2, 3),
@@ -71,8 +71,7 @@ def _arguments(plan: Plan, blocks: Transformer) -> dict[str, object]:
     }
     if layout.zero_shards > 1:
         arguments |= {"sharding": f"stage{layout.zero_stage}", "sharding_parallel_degree": layout.zero_shards}
-    half = _PADDLENLP.precision(plan)
-    arguments |= {half: "true", "fp16_opt_level": "O2", "amp_master_grad": "false"} if half else {}
+    arguments |= {_PADDLENLP.precision(plan): "true", "fp16_opt_level": "O2", "amp_master_grad": "false"}
     return arguments | _recompute(blocks)
 
 

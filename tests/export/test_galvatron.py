@@ -152,9 +152,7 @@ def test_gradients_in_fp32_must_fit() -> None:
     assert refused(filled(plan), "galvatron") == "prediction.memory[0]"
 
 
-def test_precision_is_an_argument() -> None:
-    """fp32 needs no second copy of anything: nothing is told."""
-    export = find("galvatron").write(filled(with_job(plan_of("one-device"), precision="fp32")))
-    assert "mixed_precision=fp32" in export.text
-    assert not export.warnings
-    assert refused(with_job(plan_of("one-device"), precision="fp16-mixed"), "galvatron") == "request.job.precision"
+@pytest.mark.parametrize("precision", ["fp16-mixed", "fp32"])
+def test_precision_that_it_cannot_train_in_is_refused(precision: str) -> None:
+    """It does not scale the loss of fp16, and FlashAttention takes no fp32."""
+    assert refused(with_job(plan_of("one-device"), precision=precision), "galvatron") == "request.job.precision"

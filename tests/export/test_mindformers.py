@@ -11,7 +11,7 @@ import yaml
 from planner.export import find
 from planner.spec.profile import RecomputeMode
 from tests.export.plans import plan_of
-from tests.export.texts import body, filled, once, recomputing, refused, with_job, written
+from tests.export.texts import body, filled, once, recomputing, refused, written
 
 
 def test_a_pipeline() -> None:
@@ -122,10 +122,9 @@ def test_what_mindformers_does_in_its_own_way_is_told() -> None:
 
 
 def test_casts_of_parameters_must_fit() -> None:
-    """In fp32 there are none."""
-    plan = filled(plan_of("one-device"))
-    assert refused(plan, "mindformers") == "prediction.memory[0]"
-    assert refused(with_job(plan, precision="fp32"), "mindformers") == ""
+    """They are refused where a device has no room for them."""
+    assert refused(plan_of("one-device"), "mindformers") == ""
+    assert refused(filled(plan_of("one-device")), "mindformers") == "prediction.memory[0]"
 
 
 @pytest.mark.parametrize(

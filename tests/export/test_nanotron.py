@@ -157,6 +157,7 @@ def test_gradients_in_fp32_must_fit() -> None:
     assert refused(filled(plan), "nanotron") == "prediction.memory[0]"
 
 
-def test_losses_in_fp16_are_refused() -> None:
-    """nanotron does not scale them."""
-    assert refused(with_job(plan_of("one-device"), precision="fp16-mixed"), "nanotron") == "request.job.precision"
+@pytest.mark.parametrize("precision", ["fp16-mixed", "fp32"])
+def test_precision_that_it_cannot_train_in_is_refused(precision: str) -> None:
+    """It does not scale the loss of fp16, and FlashAttention takes no fp32."""
+    assert refused(with_job(plan_of("one-device"), precision=precision), "nanotron") == "request.job.precision"

@@ -95,11 +95,10 @@ def test_virtual_stages_are_equal() -> None:
 
 
 def test_precision() -> None:
-    """fp32 is the absence of both halves."""
-    found = arguments(find("paddlenlp").write(with_job(plan_of("one-device"), precision="fp32")).text)
-    assert not {"bf16", "fp16"} & set(found)
+    """Either half is mixed with fp32 copies."""
     found = arguments(find("paddlenlp").write(with_job(plan_of("one-device"), precision="fp16-mixed")).text)
     assert found["fp16"] == ["true"]
+    assert found["fp16_opt_level"] == ["O2"]
     assert "bf16" not in found
 
 
