@@ -15,9 +15,9 @@ import binascii
 import logging
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Send
+from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as Connection
 
 from api.errors import ForbiddenError, ForeignSiteError, ServiceError, UnauthorizedError
@@ -56,7 +56,7 @@ class Guard:
                     response.headers.append("WWW-Authenticate", f'{challenge} realm="planner"')
             await response(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+        await self._app(scope, receive, _private(send) if self._keys else send)
 
     def _check(self, scope: Connection, headers: Headers) -> None:
         method, path = scope["method"], path_within(scope)
@@ -87,6 +87,19 @@ class Guard:
                 mend="send Authorization: Bearer KEY; the planner's own commands take KEY from PLANNER_API_KEY.",
             )
         return key
+
+
+def _private(send: Send) -> Send:
+    """Lets only the client itself keep an answer: a shared cache would hand it to those without a key (RFC 9111, 3.5)."""
+
+    async def send_private(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            headers["Cache-Control"] = headers.get("Cache-Control", "no-cache").replace("public", "private")
+            headers.add_vary_header("Authorization")
+        await send(message)
+
+    return send_private
 
 
 def needed_scope(method: str, path: str) -> Scope | None:

@@ -109,3 +109,11 @@ def test_compose_file() -> None:
         assert (context / service["build"]["dockerfile"]).is_file()
         named = {volume.split(":")[0] for volume in service["volumes"]} - {".."}
         assert named <= set(compose["volumes"])
+
+
+def test_compose_publishes_what_needs_no_keys_to_this_machine_only() -> None:
+    """Without keys no port is open to others, and every variable of the service is one of its settings."""
+    service = yaml.safe_load(COMPOSE.read_text(encoding="utf-8"))["services"]["api"]
+    settings = {name.removeprefix("PLANNER_").lower(): value for name, value in service["environment"].items()}
+    assert Settings.model_validate(settings).without_keys
+    assert all(port.startswith("127.0.0.1:") for port in service["ports"])

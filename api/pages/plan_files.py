@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from api.pages.html import Node, bullets, link, table
+from api.pages.html import Node, bullets, link, table, tag
 from planner.errors import PlannerError
 from planner.export import TARGETS, Target
 from planner.spec import Plan
+from planner.spec.words import counted
 
 PARTS = (
     ("", "plan.json", "the whole plan, for planner check and planner run"),
@@ -34,4 +35,6 @@ def _target(target: Target, plan: Plan) -> tuple[Node, Node, Node]:
     except PlannerError as error:
         return target.name, target.title, ["cannot: ", str(error)]
     name = link(f"/v1/plans/{plan.id}/exports/{target.name}", target.name)
-    return name, f"{target.title} ({target.version})", bullets(export.warnings) if export.warnings else ""
+    summary = tag("summary", f"{counted(len(export.warnings), 'difference')} from the plan")
+    differences: Node = tag("details", summary, bullets(export.warnings)) if export.warnings else "as planned"
+    return name, f"{target.title} ({target.version})", differences

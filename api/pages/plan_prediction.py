@@ -48,15 +48,8 @@ def memory(ranks: Sequence[RankMemory]) -> Iterator[Node]:
     """Bars against the capacity, and what the host keeps."""
     whole = max(max(rank.peak_bytes, rank.capacity_bytes) for rank in ranks)
     yield keys(_parts(ranks[0]))
-    head = (
-        "Pipeline rank",
-        "Peak",
-        "Capacity",
-        "Filled",
-        "",
-        *(f"{name.capitalize()}, GiB" for name in MEMORY_COLOURS),
-    )
-    caption = "Predicted memory of one device of every pipeline rank at its peak; the line is its capacity"
+    head = ("Pipeline rank", "Peak", "Capacity", "Filled", "", *(name.capitalize() for name in MEMORY_COLOURS))
+    caption = "Predicted memory of one device of every pipeline rank at its peak, in GiB; the line is its capacity"
     yield table(caption, head, (_rank(rank, whole) for rank in ranks), numbers=(1, 2, 3, *range(5, 11)))
     if any(rank.host_bytes for rank in ranks):
         head = ("Pipeline rank", "Offloaded", "Its part of the node's memory")
@@ -68,7 +61,7 @@ def _rank(rank: RankMemory, whole: int) -> Iterator[Node]:
     filled = percent(rank.peak_bytes / rank.capacity_bytes) if rank.capacity_bytes > 0 else "no room at all"
     words = f"Pipeline rank {rank.pipeline_rank}: {gibibytes(rank.peak_bytes)} of {gibibytes(rank.capacity_bytes)}"
     yield str(rank.pipeline_rank)
-    yield from (gibibytes(rank.peak_bytes), gibibytes(rank.capacity_bytes), filled)
+    yield from (f"{rank.peak_bytes / GIB:.2f}", f"{rank.capacity_bytes / GIB:.2f}", filled)
     yield stack(parts, whole, rank.capacity_bytes, words)
     yield from (f"{part.length / GIB:.2f}" for part in parts)
 

@@ -174,6 +174,8 @@ def test_an_admin_deletes_a_plan_with_its_runs(guarded: Live, secrets: dict[Scop
     assert guarded.client.get(url, headers=headers).status_code == 404
     assert guarded.client.delete(url, headers=headers).status_code == 404
     again = guarded.client.post("/v1/plans", json=plan_body(), headers=headers)
+    assert again.headers["cache-control"] == "private, max-age=31536000, immutable"  # else a proxy would hand it out
+    assert again.headers["vary"] == "Authorization"
     assert again.headers["cache-status"] == "planner; fwd=miss; stored"
     assert guarded.client.get(f"{url}/measurements", headers=headers).json() == {"measurements": []}
 

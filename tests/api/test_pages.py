@@ -57,7 +57,7 @@ def test_a_plan_has_a_page_of_all_that_it_says(settings: Settings, journal: Path
         assert words.count(MARKUP) > 8
         for caption, cell in (
             ("One step", "500 ms"),
-            ("Predicted memory", "1.00 GiB"),
+            ("Predicted memory", "1.00"),
             ("Stages in the order", f"block0{MARKUP} .. block3{MARKUP}"),
             ("best plans of other layouts", f"slower {MARKUP}"),
             ("How wrong an input may be", "alternative 1 from -23% on"),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from api.metrics import Metrics
 from api.settings import Settings, load_settings
 from planner.errors import DocumentError
 
@@ -72,3 +73,34 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     """A config file that was asked for must be there."""
     with pytest.raises(DocumentError, match="No such file"):
         load_settings(config=tmp_path / "none.toml", environment={})
+
+
+def guide_rows(heading: str) -> dict[str, list[str]]:
+    """Rows of the guide's table under a heading, by the code in their first cell."""
+    guide = Path(__file__).parents[2] / "docs" / "guides" / "serve.md"
+    part = guide.read_text(encoding="utf-8").split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in part.splitlines() if row.startswith("| `")]
+    return {row[0].strip("`"): row[1:] for row in rows}
+
+
+def test_the_guide_has_every_setting_with_its_default() -> None:
+    """The table of settings is complete, and its defaults are those in force."""
+    rows = guide_rows("Settings")
+    assert set(rows) == set(Settings.model_fields)
+    defaults = {name: field.default for name, field in Settings.model_fields.items() if name != "concurrency"}
+    assert {name: rows[name][0].strip("`") for name in defaults} == {
+        name: f"{value:g}" if isinstance(value, float) else str(value) or "none" for name, value in defaults.items()
+    }
+
+
+def test_the_guide_has_every_metric() -> None:
+    """The table of metrics is complete, with the type that /metrics tells."""
+    text = Metrics().text(queue_length=0, running=0)
+    types = dict(line.split()[2:4] for line in text.splitlines() if line.startswith("# TYPE"))
+    assert {name.partition("{")[0]: cells[0] for name, cells in guide_rows("Metrics").items()} == types
+
+
+def test_the_guide_has_every_limit() -> None:
+    """The table of limits names the setting behind each, and the status of the refusal."""
+    assert {cells[0].strip("`") for cells in guide_rows("Limits").values()} <= set(Settings.model_fields)
+    assert {cells[1] for cells in guide_rows("Limits").values()} == {"413", "422", "429", "500"}
