@@ -1,7 +1,7 @@
-"""A Python file that makes Colossal-AI's HybridParallelPlugin.
+"""A Python file that makes Colossal-AI's HybridParallelPlugin, or its MoeHybridParallelPlugin where experts are split.
 
-Every argument was found in colossalai/booster/plugin/hybrid_parallel_plugin.py. Three things of that code are not what
-its documentation says, and the file is written around them:
+Every argument was found in colossalai/booster/plugin/{hybrid,moe_hybrid}_parallel_plugin.py. Three things of that code
+are not what its documentation says, and the file is written around them:
 
 - `PipelineStageManager.__init__` wants ``num_layers_per_stage`` to have one number per pipeline rank, where
   `get_stage_index` takes one per virtual stage, in the order of the model: such a list is set once the plugin is made.
@@ -36,6 +36,7 @@ _COLOSSALAI = Runtime(
     zero_stages=(0, 1, 2),
     rank_orders=("tp-cp-dp-pp", "tp-cp-pp-dp"),
     context_parallel=True,
+    expert_parallel=True,
     optimizer_offload=True,
 )
 
@@ -45,6 +46,7 @@ def write(plan: Plan) -> Export:
     blocks = _COLOSSALAI.transformer(plan)
     _check_zero(plan)
     _check_sequence(plan)
+    _check_experts(plan)
     _check_v(plan)
     arguments, warnings = _arguments(plan, blocks)
     text = header(plan, _COLOSSALAI.name, _VERSION, warnings) + _python(plan, blocks, arguments)
@@ -87,6 +89,26 @@ def _check_sequence(plan: Plan) -> None:
         )
 
 
+def _check_experts(plan: Plan) -> None:
+    """MoeHybridParallelPlugin has no ring attention, makes ZeRO 2 ZeRO 1, and has an expert group inside of a stage."""
+    layout = plan.layout
+    if layout.expert_parallel_degree == 1:
+        return
+    beside: tuple[tuple[str, bool, object], ...] = (
+        ("context_parallel_degree", layout.context_parallel_degree > 1, 1),
+        ("zero_stage", layout.zero_stage > 1, "0,1"),
+        ("rank_order", layout.rank_order == "tp-cp-pp-dp" and layout.pipeline_parallel_degree > 1, "tp-cp-dp-pp"),
+    )
+    for name, is_refused, able in beside:
+        if is_refused:
+            refuse(
+                _COLOSSALAI.name,
+                f"does not take {name} {getattr(layout, name)} beside expert parallelism, which the plan has",
+                field=f"layout.{name}",
+                mend=f"plan with --fix {name}={able}",
+            )
+
+
 def _check_v(plan: Plan) -> None:
     """ZeroBubbleVPipeScheduler wants whole rounds of micro-batches; with one only, PipelineGraph holds more than we."""
     ranks = plan.layout.pipeline_parallel_degree
@@ -109,7 +131,7 @@ def _arguments(plan: Plan, blocks: Transformer) -> tuple[dict[str, object], list
         "precision": _COLOSSALAI.precision(plan),
         "zero_stage": layout.zero_stage,
         "cpu_offload": layout.optimizer_offload,
-        "dp_outside": layout.rank_order == "tp-cp-pp-dp",
+        **_ranks(plan),
         "enable_flash_attention": True,
     }
     warnings = []
@@ -134,6 +156,14 @@ def _arguments(plan: Plan, blocks: Transformer) -> tuple[dict[str, object], list
     else:
         warnings += whole_model_recompute(blocks, _COLOSSALAI.name)[1]
     return arguments, warnings
+
+
+def _ranks(plan: Plan) -> dict[str, object]:
+    """Where data parallelism stands, and what its inner ranks are."""
+    is_outside = plan.layout.rank_order == "tp-cp-pp-dp"
+    if plan.layout.expert_parallel_degree == 1:
+        return {"dp_outside": is_outside}
+    return {"ep_size": plan.layout.expert_parallel_degree, "moe_dp_outside": is_outside}
 
 
 def _pipeline(plan: Plan, blocks: Transformer) -> dict[str, object]:
@@ -190,7 +220,8 @@ def _written(value: object) -> str:
 def _python(plan: Plan, blocks: Transformer, arguments: dict[str, object]) -> str:
     layout, job = plan.layout, plan.request.job
     is_piped = layout.pipeline_parallel_degree > 1
-    imports = ["from colossalai.booster.plugin import HybridParallelPlugin"]
+    kind = "MoeHybridParallelPlugin" if "ep_size" in arguments else "HybridParallelPlugin"
+    imports = [f"from colossalai.booster.plugin import {kind}"]
     if "scheduler_nodes" in arguments:
         imports.append("from colossalai.pipeline.schedule.v_schedule import PipelineGraph")
     if "gradient_checkpoint_config" in arguments:
@@ -212,9 +243,9 @@ RECOMPUTES = {_recomputes(blocks)}
 # The optimizer is yours: {optimizer}.
 
 
-def plugin() -> HybridParallelPlugin:
+def plugin() -> {kind}:
     \"\"\"For {layout.devices} ranks, once colossalai.launch_from_torch() was called.\"\"\"
-    made = HybridParallelPlugin(
+    made = {kind}(
 {"".join(f"        {name}={_written(value)},{chr(10)}" for name, value in arguments.items())}    )
 {_virtual_stages(plan, blocks)}    return made
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from itertools import accumulate, pairwise
 from types import ModuleType, SimpleNamespace
@@ -161,6 +162,27 @@ def test_recomputation_is_moved_to_the_first_blocks() -> None:
     export = find("colossalai").write(recomputing(plan_of("uneven-stages"), {0: "full", 5: "full"}))
     assert "num_ckpt_layers_per_stage=[1, 1]" in export.text
     assert "recomputes the first blocks of a stage, as many as planned" in export.warnings[-1]
+
+
+def test_experts_are_split_by_the_plugin_for_them() -> None:
+    """Neighbours in a stage's data-parallel ranks, as in the plan."""
+    text = find("colossalai").write(plan_of("experts")).text
+    assert "from colossalai.booster.plugin import MoeHybridParallelPlugin" in text
+    assert "made = MoeHybridParallelPlugin(" in text
+    assert "        ep_size=4,\n        moe_dp_outside=False,\n" in text
+    assert not re.search(r"\bdp_outside", text)
+
+
+@pytest.mark.parametrize(
+    ("field", "layout"),
+    [("layout.zero_stage", {"zero_stage": 2}), ("layout.rank_order", {"rank_order": "tp-cp-pp-dp"})],
+)
+def test_what_does_not_go_with_experts_is_refused(field: str, layout: dict[str, Any]) -> None:
+    """The plugin for them can do less than the other one."""
+    plan = plan_of("experts")
+    pipeline = {} if "rank_order" in layout else {"pipeline_parallel_degree": 1}
+    changed = plan.model_copy(update={"layout": plan.layout.model_copy(update=layout | pipeline), "placement": ()})
+    assert refused(changed, "colossalai") == field
 
 
 def test_context_parallelism_is_a_ring() -> None:
