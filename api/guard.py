@@ -90,7 +90,7 @@ class Guard:
 
 
 def _private(send: Send) -> Send:
-    """Lets only the client itself keep an answer: a shared cache would hand it to those without a key (RFC 9111, 3.5)."""
+    """Lets only the client itself keep an answer: shared caches would hand it out without a key (RFC 9111, 3.5)."""
 
     async def send_private(message: Message) -> None:
         if message["type"] == "http.response.start":
