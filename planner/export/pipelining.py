@@ -8,11 +8,11 @@ The order of actions is all that there is in it: the warnings say what the plan 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 
 from planner.export.target import Export, Target, refuse
 from planner.schedule import build, find
 from planner.spec import Layout, Plan
-from planner.spec.profile import RecomputeMode
 
 _TORCH = "torch.distributed.pipelining"
 _IN_THE_ACTIONS = ("pipeline_parallel_degree", "virtual_stages_per_rank", "schedule", "recompute", "micro_batch_shares")
@@ -80,19 +80,27 @@ def _check_one_rank_per_stage(plan: Plan, actions: tuple[tuple[str, ...], ...]) 
 def _unsaid(plan: Plan) -> Iterator[str]:
     """Sentences: what of the plan is not in a list of actions."""
     job, layout = plan.request.job, plan.layout
-    layers = ", ".join(str(len(stage.layers)) for stage in plan.stages)
+    counts = ", ".join(str(len(stage.layers)) for stage in plan.stages)
     yield (
-        f"The text is the order of actions only: build the stages with {layers} layers, and split each replica's part "
+        f"The text is the order of actions only: build the stages with {counts} layers, and split each replica's part "
         f"of the global batch of {job.global_batch_size} samples into {plan.micro_batches} micro-batches."
     )
     given = {"sequence_length": job.sequence_length, "precision": job.precision, "optimizer": job.optimizer}
     given |= {name: value for name, value in layout if name not in _IN_THE_ACTIONS and value != _default(name)}
     yield f"The plan was priced with {', '.join(f'{name}={value}' for name, value in given.items())}: set it up."
-    modes: tuple[RecomputeMode, ...] = ("selective", "full")
-    for mode in modes:
-        names = [layer.name for stage in plan.stages for layer in stage.layers if layer.recompute == mode]
-        if names:
-            yield f"The plan was priced with {mode} recomputation of {', '.join(names)}: set it up."
+    for mode, layers in _recomputed(plan).items():
+        yield f"The plan was priced with {mode} recomputation of {', '.join(layers)}: set it up."
+
+
+def _recomputed(plan: Plan) -> dict[str, list[str]]:
+    """Layers by the mode that they recompute in; neighbours as ``first to last``."""
+    found: dict[str, list[str]] = {}
+    layers = [layer for stage in plan.stages for layer in stage.layers]
+    for mode, neighbours in groupby(layers, key=lambda layer: layer.recompute):
+        first, *others = [layer.name for layer in neighbours]
+        if mode != "none":
+            found.setdefault(mode, []).append(f"{first} to {others[-1]}" if others else first)
+    return found
 
 
 def _default(name: str) -> object:

@@ -93,6 +93,8 @@ def test_what_the_actions_do_not_say_is_said() -> None:
     told = " ".join(TARGET.write(plan).warnings)
     assert "11, 3 layers" in told
     assert "precision=bf16-mixed" in told
-    for mode in ("full", "selective"):
-        names = [layer.name for stage in plan.stages for layer in stage.layers if layer.recompute == mode]
-        assert f"{mode} recomputation of {', '.join(names)}" in told
+    modes = {layer.name: layer.recompute for stage in plan.stages for layer in stage.layers}
+    assert [name for name, mode in modes.items() if mode == "selective"] == ["transformer.h.4"]
+    assert "selective recomputation of transformer.h.4:" in told
+    assert [name for name, mode in modes.items() if mode == "full"] == [f"transformer.h.{block}" for block in range(4)]
+    assert "full recomputation of transformer.h.0 to transformer.h.3:" in told

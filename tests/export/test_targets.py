@@ -9,6 +9,7 @@ import re
 import subprocess
 import tomllib
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -114,6 +115,7 @@ def changed(plan: Plan, *, job: dict[str, Any] | None = None, recompute: str | N
     return plan.model_copy(update=update)
 
 
+@cache
 def _with_layers(*counts: int) -> Plan:
     return planned(pipeline_parallel_degree=2, data_parallel_degree=2, layers_per_stage=counts)
 
@@ -136,8 +138,14 @@ CHANGES: dict[str, Callable[[Plan], Plan]] = {
 """One thing about a plan changed, all else left."""
 
 
+@cache
 def _gpipe() -> Plan:
     return planned(pipeline_parallel_degree=2, data_parallel_degree=2, schedule="gpipe", layers_per_stage=(7, 7))
+
+
+@cache
+def _with_split_layers() -> Plan:
+    return planned(data_parallel_degree=2, tensor_parallel_degree=2)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -155,6 +163,6 @@ def test_nothing_is_dropped_in_silence(target: Target, change: str) -> None:
 @pytest.mark.parametrize("name", [name for name in TARGETS if name not in BY_ID])
 def test_sequence_parallelism_is_not_dropped(name: str) -> None:
     """Where layers are split, whether sequences are too shows, or is refused; elsewhere it means nothing."""
-    target, plan = find(name), planned(data_parallel_degree=2, tensor_parallel_degree=2)
+    target, plan = find(name), _with_split_layers()
     after = written(target, changed(plan, sequence_parallel=True))
     assert after is None or after != written(target, plan)
