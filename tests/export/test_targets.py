@@ -125,6 +125,9 @@ CHANGES: dict[str, Callable[[Plan], Plan]] = {
     "gradients sharded": lambda plan: changed(plan, zero_stage=2),
     "parameters sharded": lambda plan: changed(plan, zero_stage=3),
     "schedule": lambda plan: changed(plan, schedule="gpipe").model_copy(update={"actions": _gpipe().actions}),
+    "micro_batch_size": lambda plan: _larger_micro_batches().model_copy(
+        update={"id": plan.id, "prediction": plan.prediction, "request": plan.request}
+    ),
     "full recompute": lambda plan: changed(plan, recompute="full"),
     "selective recompute": lambda plan: changed(plan, recompute="selective"),
     "rank_order": lambda plan: changed(plan, rank_order="tp-cp-pp-dp"),
@@ -144,6 +147,11 @@ def _gpipe() -> Plan:
 
 
 @cache
+def _larger_micro_batches() -> Plan:
+    return planned(pipeline_parallel_degree=2, data_parallel_degree=2, micro_batch_size=2, layers_per_stage=(7, 7))
+
+
+@cache
 def _with_split_layers() -> Plan:
     return planned(data_parallel_degree=2, tensor_parallel_degree=2)
 
@@ -158,6 +166,26 @@ def test_nothing_is_dropped_in_silence(target: Target, change: str) -> None:
     before = written(target, plan)
     after = written(target, CHANGES[change](plan))
     assert after is None or after != before
+
+
+UNDONE: dict[str, dict[str, Any]] = {
+    "hybrid-shards": {"zero_shard_degree": None},
+    "context": {"context_parallel_degree": 1},
+    "experts": {"expert_parallel_degree": 1},
+    "uneven-shares": {"micro_batch_shares": None},
+    "sequence-chunks": {"sequence_chunks": 1},
+    "fp8": {"job": {"precision": "bf16-mixed"}},
+    "adafactor": {"job": {"optimizer": "adamw"}},
+}
+"""What is special about plans of `LAYOUTS`, and how they would be without."""
+
+
+@pytest.mark.parametrize("plan", UNDONE)
+@pytest.mark.parametrize("name", [name for name in TARGETS if name not in BY_ID])
+def test_what_is_special_is_not_dropped(name: str, plan: str) -> None:
+    """A plan is not written as if what is special about it were not there."""
+    before = written(find(name), plan_of(plan))
+    assert before is None or before != written(find(name), changed(plan_of(plan), **UNDONE[plan]))
 
 
 @pytest.mark.parametrize("name", [name for name in TARGETS if name not in BY_ID])
