@@ -77,7 +77,7 @@ def _degrees(plan: Plan, target: str) -> Settings:
     if expert > 1 and tensor > 1:
         demand(plan, target, sequence_parallel=True)  # MoELayer.forward raises without it
     side_by_side = layout.rank_order == "tp-cp-pp-dp" and layout.pipeline_parallel_degree > 1
-    settings = (
+    settings: tuple[Setting, ...] = (
         Setting("--tensor-model-parallel-size", "model.tensor_model_parallel_size", tensor),
         Setting("--sequence-parallel", "model.sequence_parallel", layout.sequence_parallel and tensor > 1),
         Setting("--context-parallel-size", "model.context_parallel_size", context, default=1),
@@ -165,7 +165,7 @@ def _states(plan: Plan, target: str) -> Settings:
         demand(plan, target, pipeline_parallel_degree=1, optimizer_offload=False)
     shards_states = zero > 0 or layout.optimizer_offload
     instances = replicas // layout.zero_shards if zero else 1
-    settings = (
+    settings: tuple[Setting, ...] = (
         Setting("--use-distributed-optimizer", "ddp.use_distributed_optimizer", shards_states),
         Setting("", "optimizer.use_distributed_optimizer", shards_states),
         Setting("--num-distributed-optimizer-instances", "ddp.num_distributed_optimizer_instances", instances, 1),
@@ -195,7 +195,7 @@ def _optimizer(plan: Plan, target: str) -> Settings:
     if name == "muon" and layout.zero_stage > 1:
         demand(plan, target, zero_stage=1)
     offload = layout.optimizer_offload
-    settings = (
+    settings: tuple[Setting, ...] = (
         Setting("--optimizer", "optimizer.optimizer", name),
         Setting("--optimizer-cpu-offload", "optimizer.optimizer_cpu_offload", offload),
         Setting("", "optimizer.optimizer_offload_fraction", 1.0 if offload else 0.0),

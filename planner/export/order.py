@@ -49,8 +49,12 @@ def follow(plan: Plan, target: str, name: str) -> tuple[str, ...]:
 
 def _built(plan: Plan, name: str) -> Schedule:
     layout = plan.layout
-    numbers = {"micro_batches": plan.micro_batches, "virtual_stages": layout.virtual_stages_per_rank}
-    return build(name, ranks=layout.pipeline_parallel_degree, **numbers)
+    return build(
+        name,
+        ranks=layout.pipeline_parallel_degree,
+        micro_batches=plan.micro_batches,
+        virtual_stages=layout.virtual_stages_per_rank,
+    )
 
 
 def _theirs(plan: Plan, target: str, name: str) -> Schedule:

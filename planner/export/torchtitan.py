@@ -25,7 +25,7 @@ def write(plan: Plan) -> Export:
         told = "torchtitan splits activations along the sequence beside tensor parallelism, as sequence_parallel does."
         choices = choices._replace(warnings=(*choices.warnings, told))
     pipelined = layout.pipeline_parallel_degree > 1
-    sections = {
+    sections: dict[str, dict[str, object]] = {
         "training": {
             "local_batch_size": micro_batch * (plan.micro_batches if pipelined else 1),
             "global_batch_size": plan.request.job.global_batch_size,

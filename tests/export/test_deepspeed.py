@@ -46,7 +46,7 @@ def test_the_batch_adds_up(name: str) -> None:
 def test_groups_that_share_out_states_and_states_on_the_host() -> None:
     """MiCS; offloaded states, which DeepSpeed has with ZeRO only."""
     assert configuration(plan_of("hybrid-shards"))["zero_optimization"]["mics_shard_size"] == 2
-    layout = {"cluster": LARGE_HOSTS, "data_parallel_degree": 2, "optimizer_offload": True}
+    layout: dict[str, Any] = {"cluster": LARGE_HOSTS, "data_parallel_degree": 2, "optimizer_offload": True}
     found = configuration(planned(**layout, zero_stage=1))
     assert found["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
     with pytest.raises(UnsupportedError, match="under ZeRO 1 to 3 only"):

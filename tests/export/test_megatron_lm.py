@@ -13,6 +13,7 @@ from planner.export import find
 from planner.export.megatron_pipeline import recomputation
 from planner.export.transformer import Transformer, TransformerStage
 from planner.spec import Plan
+from planner.spec.profile import RecomputeMode
 from tests.export.plans import plan_of, planned
 
 WRITTEN = (
@@ -118,7 +119,7 @@ def test_sgd_has_no_momentum_unless_planned() -> None:
 
 def test_recomputation_is_the_least_that_holds_the_plans_memory() -> None:
     """Of two stages with three and two blocks, in all modes; a warning tells wherever it is not the plan's."""
-    worth = {"none": 0, "selective": 1, "full": 2}
+    worth: dict[RecomputeMode, int] = {"none": 0, "selective": 1, "full": 2}
     for modes in product(worth, repeat=5):
         stages = tuple(TransformerStage(True, part, False) for part in (modes[:3], modes[3:]))
         chosen = recomputation(Transformer("layers", stages))
