@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import debug
 from torch.distributed.tensor.parallel import parallelize_module
 
 from planner.errors import UnsupportedError
@@ -48,6 +49,14 @@ def fake_group(rank: int, ranks: int, *, field: str = "") -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        _forget_groups()
+
+
+def _forget_groups() -> None:
+    """DTensor keeps how it has split operations, and takes meshes of the same ranks for the same: a later run would look
+    for groups of this one by their names."""
+    for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
+        getattr(debug, name, lambda: None)()  # not every version of torch has both
 
 
 def split(stage: nn.Module, source: ModelSource, degree: int, device: torch.device) -> None:
