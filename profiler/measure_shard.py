@@ -53,8 +53,8 @@ def fake_group(rank: int, ranks: int, *, field: str = "") -> Iterator[None]:
 
 
 def _forget_groups() -> None:
-    """DTensor keeps how it has split operations, and takes meshes of the same ranks for the same: a later run would look
-    for groups of this one by their names."""
+    """DTensor keeps how it has split operations, and takes meshes of the same ranks for the same: a later run would
+    look for groups of this one by their names."""
     for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
         getattr(debug, name, lambda: None)()  # not every version of torch has both
 
