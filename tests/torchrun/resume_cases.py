@@ -228,8 +228,33 @@ def scaled_losses(folder: Path) -> dict[str, Any]:
     }
 
 
+def statistics(folder: Path) -> dict[str, Any]:
+    """Batch norm's running means of four replicas, after two steps and as a run goes on with them; on rank 0."""
+    source = source_of_case("wide")
+    options: dict[str, Any] = {"sequence_length": 0, "micro_batch_size": 4, "optimizer": "momentum"}
+    layers = len(source.cut().layers)
+    plan = plan_of(source, {"sizes": (layers,), "data": 4, "micro_batches": 1, **options})
+    settings = {**SETTINGS, "data": "synthetic"}
+    trained = Executor(plan, source, **settings)
+    trained.train(2, checkpoints=CheckpointPolicy(directory=folder))
+    again = Executor(plan, source, **settings)
+    keeper = again._keeper(CheckpointPolicy(directory=folder, resume=True))
+    assert keeper is not None
+    return {"steps": keeper.resume(), "before": _running_means(trained), "after": _running_means(again)}
+
+
+def _running_means(executor: Executor) -> list[list[float]]:
+    """Of every rank, one after the other."""
+    buffers = executor.part.module.named_buffers()
+    mine = torch.cat([value for name, value in buffers if name.endswith("running_mean")]).tolist()
+    everyone = [list[float]()] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
 def _results(chosen: list[str], folder: Path) -> dict[str, Any]:
     return {
+        "statistics": statistics(folder / "statistics"),
         "other_layouts": other_layouts(folder / "layouts"),
         "sharded": sharded(folder / "sharded"),
         "eight_bit": eight_bit(folder / "eight"),

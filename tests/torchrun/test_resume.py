@@ -107,6 +107,15 @@ def test_the_loss_scale_and_tied_parameters_go_on(results: dict[str, Any]) -> No
     assert 1 < runs["scale"] < INITIAL_SCALE
 
 
+def test_every_replica_goes_on_with_the_statistics_of_the_first(results: dict[str, Any]) -> None:
+    """Each has kept its own of its own samples; the checkpoint holds those of the first."""
+    runs = results["statistics"]
+    first, *others = runs["before"]
+    assert runs["steps"] == 2
+    assert all(each != first for each in others)
+    assert runs["after"] == [first] * 4
+
+
 def test_only_complete_and_the_newest_are_kept(results: dict[str, Any]) -> None:
     """Of steps 2, 4 and the last one, two; what a killed run left half written is gone."""
     assert results["other_layouts"]["names"] == ["step-00000004", "step-00000005"]
