@@ -8,7 +8,7 @@ from typing import Any
 from planner.cli.arguments import add_json, add_output
 from planner.cli.console import STDOUT, check_output, data, table, to_json, words, write
 from planner.cli.failures import DONE
-from planner.errors import DocumentError, UnsupportedError
+from planner.errors import DocumentError, PlannerError
 from planner.export import TARGETS, Export, Target, find
 from planner.spec import Plan, read
 
@@ -86,7 +86,7 @@ def _row(target: Target, plan: Plan | None) -> dict[str, Any]:
         return row
     try:
         return {**row, "can": True, "warnings": list(target.write(plan).warnings)}
-    except UnsupportedError as error:
+    except PlannerError as error:
         problems = [{"field": each.field, "message": each.message, "mend": each.mend} for each in error.problems]
         return {**row, "can": False, "errors": problems}
 

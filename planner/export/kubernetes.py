@@ -21,6 +21,7 @@ _VERSION = "2.3.0"
 _LARGEST_CONFIG_MAP_BYTES = 2**20
 """kubernetes.io/docs/concepts/configuration/configmap: at most 1 MiB."""
 _UNNAMED_MODEL = "package.module:callable"
+_NAME_IT = "The plan does not tell how to build its model: write its reference where MODEL is."
 _GPU_RESOURCES = {"NVIDIA": "nvidia.com/gpu", "AMD": "amd.com/gpu"}
 """What the vendors' device plugins call a GPU."""
 
@@ -32,10 +33,13 @@ def write(plan: Plan) -> Export:
         UnsupportedError: nodes differ, of which a TrainJob has one kind; or the plan is too large for a ConfigMap.
     """
     nodes = _like_nodes(plan)
-    warnings = _warnings(plan)
+    warnings = () if model_of(plan) is not None else (_NAME_IT,)
     name = f"planner-{plan.id[:12]}"
     text = f"""\
-{header(plan, _TRAINER, _VERSION, warnings)}apiVersion: v1
+{header(plan, _TRAINER, _VERSION, warnings)}#
+# kubectl apply --server-side -f FILE
+# Server-side, since the other way keeps a copy of everything in an annotation of at most 256 KiB.
+apiVersion: v1
 kind: ConfigMap
 metadata:
   name: {name}
@@ -52,7 +56,7 @@ spec:
     kind: ClusterTrainingRuntime
     name: torch-distributed
   trainer:
-    image: planner-executor # of docker/Dockerfile.executor
+    image: planner-executor # as docker/Dockerfile.executor builds it, from where the cluster pulls
     numNodes: {nodes.count} # {nodes}
     numProcPerNode: {nodes.ranks}
 {textwrap.indent(_resources(nodes), "    ")}\
@@ -65,7 +69,9 @@ spec:
         gunzip -c /plan/plan.json.gz > /tmp/plan.json
         exec torchrun -m {WORKER} /tmp/plan.json --model "$MODEL" "$@"
       - torchrun
-    args: # of {WORKER}
+    # Options of {WORKER}. To keep checkpoints, give the pods a volume that all of them share, and add
+    # --checkpoint-dir, --checkpoint-every and --resume.
+    args:
       - --steps=20
       - --output=/tmp/measured.json
 {_pods(name, nodes)}"""
@@ -93,14 +99,14 @@ def _like_nodes(plan: Plan) -> Nodes:
 
 
 def _packed(plan: Plan) -> str:
-    """The plan's JSON, compressed: most plans are too large for `kubectl apply` otherwise, and few for a ConfigMap."""
+    """The plan's JSON, compressed: that of thousands of devices is too large for a ConfigMap otherwise."""
     packed = base64.b64encode(gzip.compress(plan.model_dump_json(by_alias=True).encode(), mtime=0)).decode()
     if len(packed) > _LARGEST_CONFIG_MAP_BYTES:
         refuse(
             _TRAINER,
             f"is given the plan by a ConfigMap of at most 1 MiB, and this plan takes {len(packed)} bytes there",
             field="request.profile",
-            mend="plan for a model of the catalogue, whose profile need not be in the plan",
+            mend="keep plan.json on a volume that the pods share, and start there what --to torchrun writes",
         )
     return packed
 
@@ -151,17 +157,6 @@ def _pods(name: str, nodes: Nodes) -> str:
                               - name: shared-memory
                                 mountPath: /dev/shm
 """
-
-
-def _warnings(plan: Plan) -> tuple[str, ...]:
-    told = [
-        "The image planner-executor is built by docker/Dockerfile.executor: push it to where the cluster pulls from.",
-        "No checkpoints are kept: give the pods a volume that all of them share, and add --checkpoint-dir, "
-        "--checkpoint-every and --resume to the arguments.",
-    ]
-    if model_of(plan) is None:
-        told.append("The plan does not tell how to build its model: write its reference where MODEL is.")
-    return tuple(told)
 
 
 TARGET = Target(

@@ -269,6 +269,13 @@ def test_a_train_job_has_nodes_of_one_kind() -> None:
         find("kubernetes").write(plan.model_copy(update={"placement": plan.placement[:3]}))
 
 
+def test_a_plan_that_no_config_map_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubernetes would refuse it later, without saying what to do instead."""
+    monkeypatch.setattr("planner.export.kubernetes._LARGEST_CONFIG_MAP_BYTES", 100)
+    with pytest.raises(UnsupportedError, match="start there what --to torchrun writes"):
+        find("kubernetes").write(plan_of("nodes"))
+
+
 def test_what_pods_and_nodes_are_asked_for() -> None:
     """Every vendor of the catalogue has its device plugin; ranks on CPUs ask for no GPUs."""
     assert {device.vendor for device in catalogue().values()} <= _GPU_RESOURCES.keys()
