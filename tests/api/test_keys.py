@@ -34,6 +34,8 @@ NEEDED: dict[tuple[str, str], Scope | None] = {
     ("GET", "/plan"): "read",
     ("GET", "/plans/p"): "read",
     ("GET", "/jobs/j"): "read",
+    ("GET", "/models"): "read",
+    ("GET", "/devices"): "read",
     ("GET", "/metrics"): "read",
     ("GET", "/openapi.json"): "read",
     ("GET", "/docs"): "read",

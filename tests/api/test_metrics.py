@@ -38,4 +38,4 @@ def test_counters_are_kept_by_label() -> None:
 def test_every_metric_has_its_type() -> None:
     """Each name is declared once, before its rows."""
     declared = [line.split()[2] for line in Metrics().text(queue_length=0, running=0).splitlines() if "# TYPE" in line]
-    assert len(declared) == len(set(declared)) == 8
+    assert len(declared) == len(set(declared)) == 9

@@ -236,6 +236,16 @@ def test_browsers_get_pages_for_errors(form_service: Live) -> None:
     assert form_service.get("/v1/plans/none", Accept="text/html").json()["code"] == "not-found"
 
 
+@pytest.mark.parametrize(("path", "name"), [("/models", "llama-3.1-70b"), ("/devices", "h100-sxm5-80gb")])
+def test_catalogues_lead_to_the_form(form_service: Live, path: str, name: str) -> None:
+    """Every entry stands there, and its link fills it in."""
+    page = read_page(form_service.get(path))
+    listed = form_service.get(f"/v1{path}").json()[path.strip("/")]
+    assert len(page.all("tr")) == 1 + len(listed)
+    (way,) = [link for link in page.links() if f"={name}&" in link]
+    assert name in typed(read_page(form_service.get(way))).values()
+
+
 def test_old_plans_are_reached_from_the_start(
     settings: Settings, journal: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,8 +313,8 @@ def test_a_request_that_no_form_can_say_fills_in_none() -> None:
 def test_text_is_no_markup() -> None:
     """Children and attributes are escaped; addresses within the service get the prefix, others stay."""
     tree = [tag("a", MARKUP, href="/x", title=MARKUP), tag("a", "&", href="//elsewhere"), tag("input", disabled=True)]
-    text = render(tree, "/root")
+    text = render(tree, "/planner")
     (here, there, control) = Page(text).elements
-    assert (here.text, here.attributes) == (MARKUP, {"href": "/root/x", "title": MARKUP})
+    assert (here.text, here.attributes) == (MARKUP, {"href": "/planner/x", "title": MARKUP})
     assert there.attributes == {"href": "//elsewhere"}
     assert control.attributes == {"disabled": ""}

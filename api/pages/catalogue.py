@@ -1,0 +1,79 @@
+"""Pages of the catalogues: models and devices that plans can be asked for, each leading to the filled-in form."""
+
+from __future__ import annotations
+
+from urllib.parse import urlencode
+
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse
+
+from api.pages.html import Element, Node, link, page, table, tag
+from planner.spec.devices import CatalogueDevice, catalogue
+from planner.spec.units import gibibytes, scaled
+from profiler.catalogue import entry, names
+
+router = APIRouter()
+
+UNKNOWN = "–"
+
+
+@router.get("/models")
+def show_models(request: Request) -> HTMLResponse:
+    """Models by size."""
+    head = ("Model", "Family", "Parameters", "Layers", "Longest sequence", "Source")
+    rows = [_model(name) for name in names()]
+    return page(request, "Models", _as_json("/v1/models"), table("Smallest first", head, rows, numbers=(2, 3, 4)))
+
+
+@router.get("/devices")
+def show_devices(request: Request) -> HTMLResponse:
+    """Devices, and the node that each usually stands in."""
+    head = (
+        "Device",
+        "Vendor",
+        "Memory",
+        "bf16 or fp16",
+        "Memory bandwidth",
+        "Per node",
+        "In the node",
+        "Between nodes",
+    )
+    rows = map(_device, catalogue().values())
+    caption = "Dense peaks of the data sheets; bandwidths of one device, one direction"
+    return page(request, "Devices", _as_json("/v1/devices"), table(caption, head, rows, numbers=range(2, 8)))
+
+
+def _model(name: str) -> tuple[Node, ...]:
+    found = entry(name)
+    answers = {"model": name, "sequence_length": min(found.longest_sequence, 4096)}
+    return (
+        link(f"/plan?{urlencode(answers)}", name),
+        found.family,
+        scaled(found.parameters),
+        str(found.layers),
+        str(found.longest_sequence or UNKNOWN),
+        found.citation,
+    )
+
+
+def _device(device: CatalogueDevice) -> tuple[Node, ...]:
+    spec, peaks = device.spec, device.spec.peak_flops_per_second
+    answers = {"device": spec.id, "devices_per_node": device.devices_per_node}
+    return (
+        link(f"/plan?{urlencode(answers)}", spec.id),
+        device.vendor,
+        gibibytes(spec.memory_bytes),
+        _rate(peaks.get("bf16") or peaks.get("fp16"), "FLOP/s"),
+        _rate(spec.memory_bandwidth_bytes_per_second, "B/s"),
+        str(device.devices_per_node),
+        _rate(device.intra_node.bandwidth_bytes_per_second, "B/s"),
+        _rate(device.inter_node.bandwidth_bytes_per_second if device.inter_node else None, "B/s"),
+    )
+
+
+def _rate(value: float | None, unit: str) -> str:
+    return UNKNOWN if value is None else scaled(value, unit)
+
+
+def _as_json(address: str) -> Element:
+    return tag("p", link(address, "as JSON"))
