@@ -13,7 +13,7 @@ from planner.export.demands import demand, demand_equal_shares, known
 from planner.export.order import schedule_of
 from planner.export.target import refuse
 from planner.export.transformer import Transformer
-from planner.schedule import Schedule
+from planner.schedule import Schedule, canonical_name
 from planner.schedule.entry import Shape, loop_placement
 from planner.spec import Plan
 from planner.spec.profile import RecomputeMode
@@ -121,7 +121,7 @@ def _schedule(plan: Plan, target: str) -> tuple[str, str]:
     if ranks == 1:
         demand(plan, target, virtual_stages_per_rank=1)
         return "1F1B", ""
-    name = SCHEDULES.get(layout.schedule, "")
+    name = SCHEDULES.get(canonical_name(layout.schedule), "")
     if name == "1F1B" and plan.micro_batches < ranks:  # which torch refuses, and its runtime for actions does not
         name = ""
     if not name and not _loops(schedule_of(plan)):
