@@ -295,13 +295,18 @@ def stage_maps(known: Facts, *, are_alike: bool = True) -> Iterator[StageMap]:
 
 def dealt_map(prices: Prices, schedule: Schedule) -> StageMap:
     """The stage map of the rule, for the validator's prices."""
+    chosen, work = chosen_work(prices)
+    sizes = deal(work, schedule.stage_ranks)
+    layers = iter(enumerate(chosen))
+    return tuple(tuple(islice(layers, size)) for size in sizes)
+
+
+def chosen_work(prices: Prices) -> tuple[list[RecomputeMode], tuple[int, ...]]:
+    """Of every layer how it recomputes where all do as the layout says, and its nanoseconds for a micro-batch."""
     wish = prices.facts.layout.recompute
     chosen = [wish if wish in options else next(iter(options)) for options in prices.layers]
     priced = [options[mode] for options, mode in zip(prices.layers, chosen, strict=True)]
-    work = [one.whole_forward + one.whole_backward_input + one.backward_weight for one in priced]
-    sizes = deal(tuple(work), schedule.stage_ranks)
-    layers = iter(enumerate(chosen))
-    return tuple(tuple(islice(layers, size)) for size in sizes)
+    return chosen, tuple(one.whole_forward + one.whole_backward_input + one.backward_weight for one in priced)
 
 
 def price(known: Facts) -> Iterator[Priced]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import permutations, product
+from itertools import islice, permutations, product
 from typing import Any
 
 from planner.cost import workload
 from planner.cost.mixed import fair_shares
-from planner.schedule import build
+from planner.schedule import Schedule, build
+from planner.search.dealing import deal_among
 from planner.search.standing import Speeds
 from planner.spec.cluster import Cluster
 from planner.spec.job import WHOLE_PARAMETERS, Job
@@ -26,7 +27,17 @@ from planner.validate.cells import Cells
 from planner.validate.facts import Facts, gather
 from planner.validate.pipeline import Pipeline
 from tests import brute_force
-from tests.brute_force import PARTITIONED, Split, modes_offered, shares_shards, split_of
+from tests.brute_force import (
+    DEALT,
+    PARTITIONED,
+    Split,
+    StageMap,
+    chosen_work,
+    modes_offered,
+    orders,
+    shares_shards,
+    split_of,
+)
 from tests.validate.mixed import devices_of, placed
 
 _ORDERS = ("tp-cp-dp-pp", "tp-cp-pp-dp")
@@ -123,9 +134,12 @@ def _choices(
     data, count = len(rows), job.global_batch_size // split[0]
     zeros = (0,) if is_alone else (0, 1, 2, 3)
     if len(set(rows)) == 1 and count % data == 0:
-        for (zero, shards), schedule in product(_sharings(zeros, rows, split), PARTITIONED):
-            degrees = {"zero_stage": zero, "zero_shard_degree": shards}
-            yield {"expert_parallel_degree": split[3], "schedule": schedule, **degrees}
+        ruled = (
+            one for one in orders(profile, len(rows[0]), count // data, DEALT, 1) if one["recompute"] != "per-layer"
+        )
+        ways = [*({"schedule": name} for name in PARTITIONED), *ruled]
+        for (zero, shards), order in product(_sharings(zeros, rows, split), ways):
+            yield {"expert_parallel_degree": split[3], "zero_stage": zero, "zero_shard_degree": shards, **order}
         return
     speeds = Speeds.of(workload(profile, cluster, job), split)
     shares = fair_shares([speeds.ticks(row) for row in rows], count, len(rows[0]) - 1)
@@ -135,6 +149,16 @@ def _choices(
     for (zero, shards_), schedule, mode in product(sharings, PARTITIONED, modes_offered(profile)):
         order = {"schedule": schedule, "recompute": mode}
         yield {"micro_batch_shares": shares, "zero_stage": zero, "zero_shard_degree": shards_, **order}
+
+
+def _dealt_map(cells: Cells, schedule: Schedule) -> StageMap:
+    """The stage map of the rule, for the validator's prices on every pipeline rank of the only column."""
+    (column,) = cells.columns
+    ranks = range(len(column.groups))
+    maps = [chosen_work(cells.prices(column, rank)) for rank in ranks]
+    sizes = deal_among(tuple(work for _, work in maps), tuple(ranks), schedule.stage_ranks)
+    layers = iter(enumerate(maps[0][0]))
+    return tuple(tuple(islice(layers, size)) for size in sizes)
 
 
 def _sharings(zeros: Sequence[int], rows: Rows, split: Split) -> list[tuple[int, int | None]]:
@@ -157,11 +181,19 @@ def _facts(profile: ModelProfile, cluster: Cluster, job: Job, layout: Layout) ->
 
 
 def _price(known: Facts, rows: Rows, order: tuple[int, ...]) -> Iterator[Priced]:
-    """Every stage map of one layout, priced."""
+    """Every stage map of one layout, priced; the one of the rule, where layers are dealt."""
     layout, cells = known.layout, Cells(known)
-    stages = layout.pipeline_parallel_degree
-    actions = parse(build(layout.schedule, ranks=stages, micro_batches=known.micro_batches).to_text())
-    for stage_map in brute_force.stage_maps(known, are_alike=len(set(rows)) == 1 and not layout.has_uneven_shares):
+    schedule = build(
+        layout.schedule,
+        ranks=layout.pipeline_parallel_degree,
+        micro_batches=known.micro_batches,
+        virtual_stages=layout.virtual_stages_per_rank,
+    )
+    actions = parse(schedule.to_text())
+    are_alike = len(set(rows)) == 1 and not layout.has_uneven_shares
+    is_free = layout.schedule in PARTITIONED
+    maps = brute_force.stage_maps(known, are_alike=are_alike) if is_free else [_dealt_map(cells, schedule)]
+    for stage_map in maps:
         peaks: dict[int, int] = {}
         hosts: dict[int, int] = {}
         steps = []

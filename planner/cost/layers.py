@@ -79,7 +79,8 @@ class LayoutCosts:
 
     def under(self, layout: Layout) -> LayoutCosts:
         """The same under another order or recomputation, which change no layer's costs."""
-        ranks = tuple(one.under(layout) for one in self.ranks)
+        known = {id(one): one.under(layout) for one in {id(one): one for one in self.ranks}.values()}
+        ranks = tuple(known[id(one)] for one in self.ranks)
         return replace(self, layout=layout, ranks=ranks, columns=tuple(one.under(layout) for one in self.columns))
 
     @property

@@ -210,6 +210,7 @@ class _Pricing:
         self.sites = _sites(_sizes(work))
         self.network = _slowest([_network(group) for group in self.groups]) if work.groups else None
         self._communicators = _communicators(_sizes(work), communicator_degrees(layout), tuple(columns))
+        self._ranks: dict[tuple[tuple[int, tuple[int, ...], Groups], int], LayoutCosts] = {}
 
     def column(self, column: Column) -> LayoutCosts:
         """A column: each of its pipeline ranks, and what is least of them."""
@@ -224,7 +225,10 @@ class _Pricing:
         own = column.groups[pipeline]
         holders = tuple(sorted({each.groups[pipeline] for each in self.columns}))
         key = (own, holders, self._linked(self._communicators[self.columns.index(column)][pipeline], holders))
-        return replace(self._priced(*key), micro_batches=column.micro_batches, layout=self.layout)
+        if (key, column.micro_batches) not in self._ranks:
+            found = replace(self._priced(*key), micro_batches=column.micro_batches, layout=self.layout)
+            self._ranks[key, column.micro_batches] = found
+        return self._ranks[key, column.micro_batches]
 
     def _priced(self, own: int, holders: tuple[int, ...], groups: Groups) -> LayoutCosts:
         """Kept with the node group's workload: most layouts of the same degrees ask for the same."""

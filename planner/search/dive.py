@@ -39,7 +39,7 @@ def dive_on_groups(state: State, like: Family | None = None) -> Family | None:
     Returns:
         The family whose plan was taken; None where none was.
     """
-    families = [one.item for one in sorted(state.heap) if isinstance(one.item, Family)]
+    families = [one.item for one in sorted(state.heap) if isinstance(one.item, Family) and not one.item.is_dealt]
     short = [each for each in families if each.pipeline <= _MOST_RANKS]
     chosen = [each for each in short if like is None or _key(each) == _key(like)][:_LOOKED_AT]
     bounded = (one for each in chosen for one in _parts(state, each))

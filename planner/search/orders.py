@@ -112,16 +112,19 @@ def orders_of(
     virtual: tuple[int, ...],
     modes: tuple[RecomputeWord, ...],
 ) -> tuple[Order, ...]:
-    """Orders of a family: on a heterogeneous cluster and where replicas differ the bounded schedules alone, and where
-    replicas differ, with all layers recomputed alike, since what is cheapest may differ between their devices."""
+    """Orders of a family: where replicas differ the bounded schedules alone, with all layers recomputed alike, since
+    what is cheapest may differ between their devices; for that reason the dealt ones recompute alike on a heterogeneous
+    cluster, too, and no order is made for its stages."""
+    count = len(work.profile.layers)
     if not work.groups and standing.are_alike:
         named = tuple(name for name in schedules if (name in CHUNKED) == (chunks > 1))
-        return orders(pipeline, standing.micro_batches, len(work.profile.layers), named, virtual, modes, chunks)
+        return orders(pipeline, standing.micro_batches, count, named, virtual, modes, chunks)
+    alike = tuple(mode for mode in modes if mode != "per-layer")
     bounded = tuple(name for name in schedules if name in BOUNDED)
-    found = orders(pipeline, standing.micro_batches, len(work.profile.layers), bounded, virtual, modes)
+    found = orders(pipeline, standing.micro_batches, count, bounded, virtual, modes)
     if standing.are_alike:
-        return found
-    alike = [mode for mode in modes if mode != "per-layer"]
+        dealt = tuple(name for name in schedules if name in DEALT)
+        return found + orders(pipeline, standing.micro_batches, count, dealt, virtual, alike)
     return tuple(Order(one.schedule, one.virtual_stages, mode) for one in found for mode in alike)
 
 

@@ -23,7 +23,7 @@ from planner.schedule import Requirement, Schedule, canonical_name, find, requir
 from planner.search.bounds import BOUNDED
 from planner.search.contenders import Contest
 from planner.search.dealt import Uniform, ranks_of
-from planner.search.dealt_on_groups import alike
+from planner.search.dealt_on_groups import uniform
 from planner.search.dealt_recompute import PerLayer, check_per_layer, fewest_modes
 from planner.search.explain import (
     alternatives,
@@ -355,7 +355,7 @@ def _given(costs: LayoutCosts, counts: Sequence[int]) -> StageMap:
 def _alike(costs: LayoutCosts, counts: Sequence[int] | None) -> StageMap:
     """Given or dealt numbers of layers, all recomputed as the layout says, as the search has them for this schedule."""
     modes = uniform_modes(costs, costs.layout.recompute)
-    layers = alike(costs, modes)
+    layers = uniform(costs, modes)
     return layers.stage_map(counts or layers.dealt(ranks_of(costs)))
 
 

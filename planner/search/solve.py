@@ -26,7 +26,7 @@ import heapq
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from planner.cost import LayoutCosts, StageMap, Workload, choose, evaluate, layout_costs, schedule_of, stage_memory
 from planner.search.bounds import Totals, any_order_bound, lower_bound, may_fit, warm_ups
@@ -40,6 +40,7 @@ from planner.search.dealt import (
     traits_of,
     wholly_held,
 )
+from planner.search.dealt_on_groups import RankUniform, least_on_ranks, uniform
 from planner.search.dealt_recompute import PerLayer, fewest_modes
 from planner.search.first_gradient import layout_first_gradients
 from planner.search.inside import NO_LIMIT, Inside, LayoutSearch, Outcome, first_plan, limits_of
@@ -53,6 +54,7 @@ from planner.search.space import Family, Space, Zero
 from planner.search.state import Alike, Dealt, DealtPerLayer, Group, Open, Searched, State
 from planner.search.steady_state import holding, steady_ticks
 from planner.search.synthesized import Unordered, first_bound, least_ticks, synthesized
+from planner.search.whole_layers import family_ticks
 from planner.spec.layout import Layout, RecomputeWord, ZeroStage
 from planner.spec.plan import Options
 
@@ -132,8 +134,10 @@ def take_up(state: State, one: Open) -> Iterator[Open]:
     """Open a family, bound a layout better, or solve it: equation (F2). What is still open of it."""
     state.bounds.pop(one.order, None)
     match one.item:
-        case Family(ways_before=None) as family if state.work.groups:
+        case Family(ways_before=None, is_dealt=False) as family if state.work.groups:
             yield from _portions(state, one, family)
+        case Family(ways_before=None) as family if state.work.groups:
+            yield from _dealt_family(state, one, family)
         case Family() as family:
             yield from _groups(state, one, family)
         case Group() as group:
@@ -157,11 +161,20 @@ def _portions(state: State, one: Open, family: Family) -> Iterator[Open]:
         yield Open(max(one.bound_ticks, bound), place, part)
 
 
+def _dealt_family(state: State, one: Open, family: Family) -> Iterator[Open]:
+    """A family of dealt stage maps on several node groups, bounded before it is priced, if it may fit."""
+    least = family_ticks(state.work, family, partial(_least_held, family))
+    if least < NO_LIMIT:
+        yield Open(max(one.bound_ticks, least), one.order, replace(family, ways_before=0))
+
+
 def _groups(state: State, one: Open, family: Family) -> Iterator[Open]:
     """Every way to share out states that is worth a look: equation (F5)."""
     stages: dict[ZeroStage, list[Open]] = {}
     for way, (zero, rank_order), costs, modes, totals in worth_opening(state.work, family, state.wish):
         bound = max(one.bound_ticks, any_order_bound(costs, totals))
+        if costs.columns and family.is_dealt:
+            bound = max(bound, least_on_ranks(costs, modes))
         place = (one.order[0], way + (family.ways_before or 0))
         found = Open(bound, place, Group(family, zero, rank_order, costs, modes, totals))
         stages.setdefault(zero.stage, []).append(found)
@@ -208,7 +221,12 @@ def _orders(state: State, one: Open, group: Group) -> Iterator[Open]:
         if may_fit(group.costs, totals, units):
             bound = max(one.bound_ticks, any_order_bound(group.costs, totals, units if is_free else None))
             words = [word for word in alike if word != "per-layer"]
-            layers = PerLayer.of(group.costs, modes, words) if is_free else Uniform.of(group.costs, modes)
+            layers = PerLayer.of(group.costs, modes, words) if is_free else uniform(group.costs, modes)
+            if isinstance(layers, RankUniform):
+                least = layers.repeated.least_ticks(units)
+                if least == NO_LIMIT:
+                    continue
+                bound = max(bound, least, least_on_ranks(group.costs, modes))
             yield Open(bound, (*one.order, place), Alike(group, totals, layers, tuple(orders)))
 
 
@@ -249,6 +267,12 @@ def _alike(one: Open, alike: Alike) -> Iterator[Open]:
         if isinstance(layers, PerLayer):
             bound = max(one.bound_ticks, any_order_bound(alike.group.costs, alike.totals, units))
             yield Open(bound, (*one.order, place), DealtPerLayer(alike.group.costs_of(order), layers))
+            continue
+        if isinstance(layers, RankUniform):
+            least = layers.repeated.least_ticks(units)
+            if least < NO_LIMIT:
+                bound = max(one.bound_ticks, least)
+                yield Open(bound, (*one.order, place), Dealt(alike.group.costs_of(order), layers))
             continue
         ranks, traits = stage_ranks(*numbers), traits_of(*numbers)
         sizes = layers.dealt(ranks)
@@ -292,8 +316,15 @@ def _after(state: State, one: Open, layout: Searched, inside: Inside) -> Iterato
 
 
 def _dealt(state: State, one: Open, layout: Dealt) -> Iterator[Open]:
-    """Bound a layout by its steady state, or solve it."""
+    """Deal the layers of a layout, bound it by its steady state, or solve it."""
     costs = layout.costs
+    if not layout.sizes:
+        ranks, traits = ranks_of(costs), layout_traits(costs)
+        sizes = layout.layers.dealt(ranks)
+        if layout.layers.may_hold(sizes, traits):
+            least = layout.layers.bound(sizes, ranks, ends_low=traits.ends_low)
+            yield replace(one, bound_ticks=max(one.bound_ticks, least), item=replace(layout, sizes=sizes))
+        return
     twin = costs.layout.model_copy(update=_NOTHING_OFFLOADED), layout.sizes
     if twin in state.fitting and _only_lengthens(costs) and twin[0] != costs.layout:
         state.bounds[one.order] = one
@@ -304,13 +335,14 @@ def _dealt(state: State, one: Open, layout: Dealt) -> Iterator[Open]:
         state.bounds[one.order] = replace(one, bound_ticks=found.ticks)
         state.take(found)
         return
-    stages = choose(costs, layout.layers.stage_map(layout.sizes))
-    if not all(row.fits for row in stage_memory(costs, stages, holding(costs))):
+    own = costs.of_replica
+    stages = choose(own, layout.layers.stage_map(layout.sizes))
+    if not all(row.fits for row in stage_memory(own, stages, holding(own))):
         state.solved += 1
         return
     if twin[0] == costs.layout:
         state.fitting.add(twin)
-    yield Open(max(one.bound_ticks, steady_ticks(costs, stages)), one.order, replace(layout, is_steady=True))
+    yield Open(max(one.bound_ticks, steady_ticks(own, stages)), one.order, replace(layout, is_steady=True))
 
 
 def _dealt_per_layer(state: State, one: Open, layout: DealtPerLayer) -> Iterator[Open]:
@@ -387,9 +419,10 @@ def per_layer_candidate(layout: DealtPerLayer) -> Candidate:
 
 
 def _simulated(costs: LayoutCosts, stage_map: StageMap) -> Candidate:
-    schedule, stages = layout_schedule(costs), choose(costs, stage_map)
-    assert all(row.fits for row in stage_memory(costs, stages, schedule)), "what is shorter holds just as much"
-    return Candidate(costs, schedule, stage_map, evaluate(costs, schedule, stages))
+    own = costs.of_replica
+    schedule, stages = layout_schedule(own), choose(own, stage_map)
+    assert all(row.fits for row in stage_memory(own, stages, schedule)), "what is shorter holds just as much"
+    return Candidate(costs, schedule, stage_map, evaluate(own, schedule, stages))
 
 
 def bounded(work: Workload, layout: Layout, wish: tuple[str, ...]) -> Open:

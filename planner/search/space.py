@@ -1,5 +1,5 @@
 """The layouts of a workload, as families: all that agree in their degrees, micro-batch size, sequence chunks and in
-what they offload.
+what they offload; on several node groups also in whether their stage maps are searched or dealt.
 
 (D1)  data x tensor x pipeline x context = devices; the expert degree divides data x context           -> families()
 (D2)  global batch = data x micro-batch size x micro-batches; where data does not divide, some data ranks have one
@@ -24,7 +24,7 @@ what they offload.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from itertools import product
 from typing import NamedTuple
@@ -90,6 +90,11 @@ class Family:
     def degrees(self) -> tuple[int, ...]:
         """How the devices are shared out."""
         return self.data, self.tensor, self.pipeline, self.context, self.expert
+
+    @property
+    def is_dealt(self) -> bool:
+        """No order of it is searched."""
+        return all(order.is_dealt for order in self.orders)
 
     @property
     def micro_batches(self) -> int:
@@ -258,7 +263,16 @@ def _families(
                         offloading=offloading,
                     )
                     if family.count and _permitted(family, constraints):
-                        yield family
+                        yield from _by_bounds(family) if work.groups else (family,)
+
+
+def _by_bounds(family: Family) -> Iterator[Family]:
+    """On several node groups those orders apart that gpipe's and 1f1b's bounds tell nothing of."""
+    searched = tuple(order for order in family.orders if not order.is_dealt)
+    dealt = tuple(order for order in family.orders if order.is_dealt)
+    standing = family.standing._replace(least_ticks=family.standing.least_of_any)
+    parts = (replace(family, orders=searched), replace(family, orders=dealt, standing=standing))
+    yield from (part for part in parts if part.orders)
 
 
 def _permitted_zeros(

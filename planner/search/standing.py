@@ -12,6 +12,7 @@
       over all layers: pipeline ranks on node groups g(p) share out the layers. With weights q(p) in proportion to
       1 / W(g(p)), the weighted mean of their times for one micro-batch is at least
           sum over l of the least q(p) w(l, g(p)) over p                                           -> Speeds.ticks()
+      whatever the order of the micro-batches, a step takes M times that
 (D12) likewise the mean of what (B2) says of every rank, for M micro-batches and u(p) = min(M, P - p), which is true of
       gpipe as well, since there all forwards come before the backwards:
           T >= sum over l of the least over p of w + q(p) ((M - u(p)) f + (M - 1) b)               -> Speeds.least()
@@ -55,6 +56,8 @@ class Standing(NamedTuple):
     """On a heterogeneous cluster: ranks that may share out ZeRO's states, `Layout.zero_shard_degree`: (D10)."""
     least_ticks: int = 0
     """That no stage map beats, on a heterogeneous cluster or with shares that differ: (D12)."""
+    least_of_any: int = 0
+    """That none beats under any order of the micro-batches, on a heterogeneous cluster with replicas alike: (D11)."""
 
 
 @dataclass(frozen=True)
@@ -146,8 +149,10 @@ def _on_groups(work: Workload, degrees: Degrees, count: int, order: RankOrder, s
         return
     ticks = {row: speeds.ticks(row) for row in set(rows)}
     if len(ticks) == 1 and count % data == 0:
-        least = speeds.least(rows[0], count // data)
-        yield Standing(count // data, (order,), near_shards=_near_shards(rows, context), least_ticks=least)
+        each = count // data
+        least, of_any = speeds.least(rows[0], each), each * speeds.ticks(rows[0])
+        near = _near_shards(rows, context)
+        yield Standing(each, (order,), near_shards=near, least_ticks=least, least_of_any=of_any)
     elif expert == 1:
         shares = _shares(tuple(ticks[row] for row in rows), count, pipeline - 1)
         is_twin = work.is_rearranged and _are_apart(rows, shares, ticks)

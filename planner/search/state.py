@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from planner.cost import TICK_SECONDS, LayoutCosts, StageMap, Workload
 from planner.search.bounds import Totals
 from planner.search.dealt import Uniform
+from planner.search.dealt_on_groups import RankUniform
 from planner.search.dealt_recompute import PerLayer
 from planner.search.inside import NO_LIMIT
 from planner.search.orders import Order, recompute_wish
@@ -54,7 +55,7 @@ class Alike:
 
     group: Group
     totals: Totals
-    layers: Uniform | PerLayer
+    layers: Uniform | RankUniform | PerLayer
     orders: tuple[Order, ...]
 
     @property
@@ -87,9 +88,9 @@ class Dealt:
     """A layout whose stage map is dealt by a rule."""
 
     costs: LayoutCosts
-    layers: Uniform
-    sizes: tuple[int, ...]
-    """Layers of every stage."""
+    layers: Uniform | RankUniform
+    sizes: tuple[int, ...] = ()
+    """Layers of every stage; empty: not dealt yet."""
     is_steady: bool = False
     """Bounded by its steady state too."""
 

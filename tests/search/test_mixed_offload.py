@@ -12,7 +12,7 @@ from planner.search import plan_layout, predict
 from planner.spec import Cluster, Plan
 from planner.spec.layout import Layout, PredictionLayout
 from planner.validate import check
-from tests.brute_force import may_offload
+from tests.brute_force import PARTITIONED, may_offload
 from tests.brute_force_mixed import layouts, price_layout
 from tests.builders import request
 from tests.search.test_mixed import Case, cases
@@ -69,7 +69,7 @@ def test_given_layouts_that_offload_are_priced_as_the_validator_does(case: Case,
     fitting = [one.nanoseconds for one in priced if one.fits(case.memory, hosts)]
     least = min(fitting or [one.nanoseconds for one in priced])
 
-    is_searched = not layout.activation_offload and layout.micro_batch_shares is None
+    is_searched = layout.schedule in PARTITIONED and not layout.activation_offload and layout.micro_batch_shares is None
     asked = PredictionLayout.model_validate(layout.model_dump() | ({"recompute": "per-layer"} if is_searched else {}))
     forecast = predict(case.profile, machines, case.job, asked)
     assert forecast.prediction.step_seconds == pytest.approx(least * TICK_SECONDS, rel=1e-12)
