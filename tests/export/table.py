@@ -1,4 +1,4 @@
-"""What every target can carry, as a table of the guide: `python -m tests.export.table` writes it there anew."""
+"""The guide's tables of targets, and of what each can carry: `python -m tests.export.table` writes them there anew."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from planner.spec import Plan
 from tests.export.plans import plan_of
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "export.md"
-BEGIN, END = "| target |", "\n\n"
 FEATURES = {
     "any model": "convolutions",
     "uneven stages": "uneven-stages",
@@ -34,11 +33,20 @@ PRECISIONS = (None, "bf16", "fp32")
 """Tried in this order, for targets that do not take the plan's own, which None stands for."""
 
 
-def table() -> str:
-    """A row per target, without a line's end behind the last."""
-    rows = [[f"`{target.name}`", *(_cell(target, plan) for plan in FEATURES.values())] for target in TARGETS.values()]
-    lines = [["target", *FEATURES], ["---"] * (len(FEATURES) + 1), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def targets() -> str:
+    """What is written for each target, without a line's end behind the last row."""
+    rows = [[f"`{each.name}`", each.title, each.version] for each in TARGETS.values()]
+    return _table(["target", "what is written", "checked against"], rows)
+
+
+def abilities() -> str:
+    """What each target can carry, without a line's end behind the last row."""
+    rows = [[f"`{each.name}`", *(_cell(each, plan) for plan in FEATURES.values())] for each in TARGETS.values()]
+    return _table(["target", *FEATURES], rows)
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows))
 
 
 def _cell(target: Target, name: str) -> str:
@@ -59,11 +67,13 @@ def _written(target: Target, plan: Plan, precision: str | None) -> Export | None
         return None
 
 
-def shown(page: str) -> str:
-    """The table as it stands on a page."""
-    return page[page.index(BEGIN) :].partition(END)[0]
+def shown(page: str, table: str) -> str:
+    """The table with the same first line, as it stands on a page."""
+    return page[page.index(table.partition("\n")[0]) :].partition("\n\n")[0]
 
 
 if __name__ == "__main__":
     text = GUIDE.read_text(encoding="utf-8")
-    GUIDE.write_text(text.replace(shown(text), table()), encoding="utf-8")
+    for made in (targets(), abilities()):
+        text = text.replace(shown(text, made), made)
+    GUIDE.write_text(text, encoding="utf-8")

@@ -1,10 +1,15 @@
-"""The guide says of every target what it can carry, as the targets themselves answer."""
+"""The guide says of every target what it is and what it can carry, as the targets themselves answer."""
 
 from __future__ import annotations
 
-from tests.export.table import GUIDE, shown, table
+from collections.abc import Callable
+
+import pytest
+
+from tests.export.table import GUIDE, abilities, shown, targets
 
 
-def test_the_table_is_what_the_targets_answer() -> None:
+@pytest.mark.parametrize("make", [targets, abilities])
+def test_the_tables_are_what_the_targets_answer(make: Callable[[], str]) -> None:
     """Run `python -m tests.export.table` when a target has learned something."""
-    assert shown(GUIDE.read_text(encoding="utf-8")) == table()
+    assert shown(GUIDE.read_text(encoding="utf-8"), make()) == make()
