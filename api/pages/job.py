@@ -12,7 +12,10 @@ from api.documents import FINISHED, JobView
 from api.jobs import view_of
 from api.pages.html import Node, link, page, pairs, section, tag
 from api.pages.problem import problem_text
+from api.store import JobRow
+from planner.spec import PlanRequest
 from planner.spec.units import percent, seconds
+from planner.spec.words import counted
 
 router = APIRouter()
 
@@ -27,7 +30,7 @@ async def show_job(job: JobDependency, request: Request) -> Response:
     if view.plan_url is not None:
         return RedirectResponse(f"/plans/{view.plan_id}", SEE_OTHER)
     refresh = None if view.status in FINISHED else REFRESH_SECONDS
-    return page(request, f"Plan {view.plan_id[:12]}: {view.status}", *_content(view), refresh_seconds=refresh)
+    return page(request, f"{subject(job)}: {view.status}", *_content(view), refresh_seconds=refresh)
 
 
 @router.post("/jobs/{job_id}/cancel", response_class=RedirectResponse)
@@ -35,6 +38,12 @@ async def cancel(job: JobDependency, parts: ServicesDependency) -> RedirectRespo
     """Cancel the solve, and show that."""
     await parts.jobs.cancel(job.id)
     return RedirectResponse(f"/jobs/{job.id}", SEE_OTHER)
+
+
+def subject(job: JobRow) -> str:
+    """``gpt2 on 8 devices``."""
+    wanted = PlanRequest.model_validate_json(job.request)
+    return f"{wanted.model or f'profile {wanted.profile_id[:12]}'} on {counted(wanted.cluster.devices, 'device')}"
 
 
 def _content(view: JobView) -> Iterator[Node]:
@@ -51,6 +60,7 @@ def _content(view: JobView) -> Iterator[Node]:
 
 def _facts(view: JobView) -> Iterator[tuple[Node, Node]]:
     yield "Status", tag("strong", view.status)
+    yield "Plan", tag("code", view.plan_id)
     if view.progress is not None:
         done = f"{view.progress.layouts_done} of {view.progress.layouts_considered} layouts"
         yield "Progress", f"{done} after {seconds(view.progress.elapsed_seconds)}"

@@ -11,10 +11,12 @@ from fastapi.responses import HTMLResponse
 import planner
 from api.cursors import cursor_of, number_of
 from api.dependencies import Services, ServicesDependency
+from api.documents import JobView
 from api.jobs import view_of
 from api.pages.html import Element, Node, link, page, section, table, tag
+from api.pages.job import subject
 from api.pages.timeline import timeline_picture
-from api.store import PlanRow
+from api.store import JobRow, PlanRow
 from planner.spec import Plan
 from planner.spec.units import seconds
 
@@ -57,19 +59,15 @@ def _none_yet() -> Node:
 
 
 def _under_way(parts: Services) -> Iterator[Element]:
-    jobs = [view_of(job) for job in parts.store.unfinished_jobs()]
-    rows = [
-        (
-            link(f"/jobs/{job.id}", tag("code", job.id[:12])),
-            job.status,
-            "none yet" if job.incumbent is None else seconds(job.incumbent),
-            job.created_at,
-        )
-        for job in jobs
-    ]
+    rows = [_job(job, view_of(job)) for job in parts.store.unfinished_jobs()]
     if rows:
-        head = ("Job", "Status", "Best step so far", "Asked for")
+        head = ("Plan of", "Status", "Best step so far", "Asked for")
         yield section("Under way", table("Plans that are being solved", head, rows, numbers=(2,)))
+
+
+def _job(job: JobRow, view: JobView) -> tuple[Node, ...]:
+    best = "none yet" if view.incumbent is None else seconds(view.incumbent)
+    return link(f"/jobs/{job.id}", subject(job)), job.status, best, job.created_at
 
 
 def _newest_picture(parts: Services, rows: list[PlanRow]) -> Iterator[Node]:

@@ -198,7 +198,10 @@ def test_a_job_has_a_page_that_renews_itself_until_it_ends(settings: Settings, j
         refresh = [found for found in page.all("meta") if found.attributes.get("http-equiv") == "refresh"]
         assert [found.attributes["content"] for found in refresh] == ["2"]
         assert all(words in page.all("dl")[0].text for words in ("running", "250 ms", "75.0 %", "2 of 10 layouts"))
-        assert place in read_page(live.get("/")).links()
+        assert page.all("h1")[0].text == "gpt2 on 8 devices: running"
+        start = read_page(live.get("/"))
+        assert place in start.links()
+        assert "gpt2 on 8 devices" in start.table("Plans that are being solved")
         (tmp_path / "gate").touch()
         until(lambda: live.get(place).status_code == 303)
         assert live.get(live.get(place).headers["location"]).status_code == 200
