@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import debug
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from planner.errors import UnsupportedError
@@ -55,8 +55,11 @@ def fake_group(rank: int, ranks: int, *, field: str = "") -> Iterator[None]:
 def _forget_groups() -> None:
     """DTensor keeps how it has split operations, and takes meshes of the same ranks for the same: a later run would
     look for groups of this one by their names."""
-    for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
-        getattr(debug, name, lambda: None)()  # not every version of torch has both
+    # As torch.distributed.tensor.debug does, whose import takes a second.
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined, no-untyped-call]
+    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if clear is not None:  # not every version of torch has one in C++
+        clear()
 
 
 def split(stage: nn.Module, source: ModelSource, degree: int, device: torch.device) -> None:

@@ -13,6 +13,7 @@ leaves at the block boundary [1], past whatever the model's code did to `inputs_
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -84,24 +85,31 @@ def meta_friendly() -> Iterator[None]:
     """Within, transformers models run on meta tensors: the two places that read values of the ids are answered, and
     experts multiply and LSTM layers run by shapes alone (`profiler.experts`, `profiler.recurrent`).
 
-    Ids that are neither packed nor padded are what training on full sequences gives.
+    Ids that are neither packed nor padded are what training on full sequences gives. Where nobody has imported
+    transformers the model is not of it, and nothing is: that takes two seconds, on every rank.
     """
+    from profiler.recurrent import fused_lstm
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch._VF, "lstm", fused_lstm))
+        for owner, name, answer in _answers() if "transformers.modeling_utils" in sys.modules else ():
+            stack.enter_context(mock.patch.object(owner, name, answer))
+        stack.enter_context(causal_as_told())
+        yield
+
+
+def _answers() -> tuple[tuple[Any, str, Any], ...]:
+    """What stands in for what, within transformers."""
     from transformers import PreTrainedModel, masking_utils
     from transformers.integrations import moe
 
     from profiler.experts import grouped_product
-    from profiler.recurrent import fused_lstm
 
-    with ExitStack() as stack:
-        for owner, name, answer in (
-            (masking_utils, "find_packed_sequence_indices", _nothing),
-            (PreTrainedModel, "warn_if_padding_and_no_attention_mask", _nothing),
-            (moe, "_grouped_mm", grouped_product),
-            (torch._VF, "lstm", fused_lstm),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, answer))
-        stack.enter_context(causal_as_told())
-        yield
+    return (
+        (masking_utils, "find_packed_sequence_indices", _nothing),
+        (PreTrainedModel, "warn_if_padding_and_no_attention_mask", _nothing),
+        (moe, "_grouped_mm", grouped_product),
+    )
 
 
 def friendly_to(module: nn.Module) -> AbstractContextManager[Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -360,3 +362,12 @@ def test_equal_blocks_share_a_kind(tmp_path: Path):
     residual = [layer.kind for layer in _load("resnet", tmp_path).cut().layers]
     assert residual[1] == residual[2]
     assert residual[4] == residual[5] != residual[3]
+
+
+def test_a_model_that_is_not_of_transformers_is_cut_without_importing_it() -> None:
+    """The import takes two seconds, on every rank of a run."""
+    code = (
+        "import sys; from profiler.models import load_model; source = load_model('tests.profiler.graphs:unet'); "
+        "assert len(source.cut().layers) > 4; source.borders(2, 0); assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
