@@ -6,6 +6,7 @@ import json
 import os
 import urllib.error
 import urllib.request
+from email.message import Message
 from http.client import HTTPException
 from typing import IO, Any
 
@@ -42,7 +43,7 @@ def check_address(address: str | None, *, option: str) -> None:
         raise DocumentError(f"{address!r} is no address of a service.", field=option, mend="give http://HOST:PORT.")
 
 
-def exchange(url: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], Any]:
+def exchange(url: str, body: Any = None, **headers: str) -> tuple[int, Message, Any]:
     """POST a JSON document, or GET where there is none; returns status, headers and the answer: a document, or
     text where it is none.
 
@@ -55,7 +56,7 @@ def exchange(url: str, body: Any = None, **headers: str) -> tuple[int, dict[str,
         with _OPENER.open(request, timeout=2 * WAIT_SECONDS) as response:
             text = response.read().decode()
             is_json = response.headers.get_content_type() == "application/json"
-            return response.status, dict(response.headers), json.loads(text) if is_json else text
+            return response.status, response.headers, json.loads(text) if is_json else text
     except urllib.error.HTTPError as error:
         if error.code in REDIRECTS:
             where = error.headers.get("Location")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,14 +11,16 @@ import pytest
 from api.pages.html import render, tag
 from api.pages.wish_fields import FIELDS, answers_of, body_of, defaults, field_of
 from api.settings import Settings
+from planner.cli.replan import by_service
 from planner.errors import Problem
 from planner.export import TARGETS
 from planner.search import make_request
-from planner.spec import Cluster, Job, Options
+from planner.spec import Cluster, Job, Options, Plan
 from profiler.counted import counted_profile
 from tests.api.documents import cluster, four_equal_layers, job, plan_body
 from tests.api.fakes import MARKUP, Gated, Instant, Rich, Unfit
 from tests.api.live import Live, running, until
+from tests.api.proxy import proxied
 from tests.api.read_page import Page, read_page
 from tests.api.test_plans import measured_run
 
@@ -263,29 +266,51 @@ def test_old_plans_are_reached_from_the_start(
         assert f"/plans/{ids[0]}" in read_page(live.get(older)).links()
 
 
-def test_behind_a_proxy_all_links_have_its_prefix(settings_of: SettingsOf, journal: Path) -> None:
-    """Locations, links of pages and URLs in documents begin with the prefix; the requests come without it."""
-    with running(settings_of(root_path="/planner"), Instant(journal)) as live:
-        answer = live.plan(plan_body())
+def test_behind_a_proxy_all_links_hold(settings_of: SettingsOf, journal: Path) -> None:
+    """Under a prefix that the proxy strips, every link, picture, form and Location leads back through the proxy."""
+    with (
+        running(settings_of(root_path="/planner"), Instant(journal)) as live,
+        proxied(live.client, "/planner") as outside,
+    ):
+        answer = outside.post("/planner/v1/plans", json=plan_body(), headers={"Prefer": "wait=60"})
         plan_id = answer.json()["id"]
-        assert answer.headers["content-location"] == f"/planner/v1/plans/{plan_id}"
-        _, place = post(live, FORM)
-        assert place.startswith("/planner/jobs/")
-        job_page = live.get(place.removeprefix("/planner"))
-        assert job_page.status_code in (200, 303)
-        for path in ("/", "/plan", f"/plans/{plan_id}"):
-            page = read_page(live.get(path))
-            assert all(link.startswith("/planner/") for link in page.links())
-            assert all(found.attributes["src"].startswith("/planner/v1/") for found in page.all("img"))
-            assert all(found.attributes["action"].startswith("/planner/") for found in page.all("form"))
-        until(lambda: len(live.get("/v1/plans").json()["plans"]) == 2)
-        assert all(plan["url"].startswith("/planner/v1/plans/") for plan in live.get("/v1/plans").json()["plans"])
-        made = live.post(f"/v1/plans/{plan_id}/measurements", measured_run(plan_id))
-        assert made.headers["location"] == made.json()["url"] == f"/planner/v1/plans/{plan_id}/measurements/1"
-        stored = live.post("/v1/profiles", plan_body()["profile"])
+        assert outside.get(answer.headers["content-location"]).json()["id"] == plan_id
+        made = outside.post(f"/planner/v1/plans/{plan_id}/measurements", json=measured_run(plan_id))
+        assert made.headers["location"] == made.json()["url"]
+        stored = outside.post("/planner/v1/profiles", json=plan_body()["profile"])
         assert stored.headers["location"] == stored.json()["url"]
-        view = live.get(place.removeprefix("/planner").replace("/jobs", "/v1/jobs")).json()
-        assert view["events_url"].startswith("/planner/v1/jobs/")
+        host = outside.base_url.netloc.decode()
+        (form,) = read_page(outside.get("/planner/plan")).all("form")
+        sent = outside.post(form.attributes["action"], data=FORM, headers={"Origin": f"http://{host}"})
+        until(lambda: outside.get(sent.headers["location"]).status_code == 303)
+        pages = [read_page(outside.get(f"/planner{path}")) for path in ("/", "/plan", "/models", f"/plans/{plan_id}")]
+        links = {link for page in pages for link in page.links()}
+        links |= {found.attributes["src"] for page in pages for found in page.all("img")}
+        links |= {plan["url"] for plan in outside.get("/planner/v1/plans").json()["plans"]}
+        links |= {made.json()["url"], stored.json()["url"], outside.get(sent.headers["location"]).headers["location"]}
+        links.add(outside.get(sent.headers["location"].replace("/jobs", "/v1/jobs")).json()["plan_url"])
+        some = {link for link in links if "/plan?model=" not in link}
+        assert [link for link in sorted(some) if outside.get(link).status_code != 200] == []
+        refused = outside.post(form.attributes["action"], data=FORM, headers={"Origin": "http://elsewhere.example"})
+        assert refused.status_code == 403
+
+
+def test_commands_plan_by_a_service_behind_a_proxy(
+    settings_of: SettingsOf, journal: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`planner run --planner` follows the job's Location through the prefix to the plan."""
+    monkeypatch.setattr("planner.cli.replan.WAIT_SECONDS", 0.0)
+    gate, settings = tmp_path / "gate", settings_of(root_path="/planner")
+    gate.touch()
+    with running(settings, Gated(journal, gate)) as live, proxied(live.client, "/planner") as outside:
+        plan = Plan.model_validate(live.plan(plan_body()).json())
+        gate.unlink()
+        opener = threading.Timer(0.5, gate.touch)
+        opener.start()
+        found = by_service(plan, str(outside.base_url.join("/planner")))(Cluster.model_validate(cluster(devices=4)))
+        opener.join()
+        assert isinstance(found, Plan)
+        assert (found.request.cluster.devices, found.id != plan.id) == (4, True)
 
 
 def test_fields_stand_where_documents_have_them() -> None:
