@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from planner.export.demands import demand, demand_equal_shares, known
 from planner.export.target import refuse
 from planner.export.transformer import Transformer
 from planner.schedule import canonical_name
 from planner.spec import Plan
 from planner.spec.layout import RankOrder
-from planner.spec.words import counted, gibibytes
+from planner.spec.words import counted, gibibytes, written
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,43 +64,31 @@ class Runtime:
 
     def precision(self, plan: Plan) -> str:
         """What the runtime calls the job's precision."""
-        return self.precisions[plan.request.job.precision]
+        return known(plan, self.name, "precision", self.precisions)
 
     def optimizer(self, plan: Plan) -> str:
         """What the runtime calls the job's optimizer."""
-        return self.optimizers[plan.request.job.optimizer]
+        return known(plan, self.name, "optimizer", self.optimizers)
 
     def _check_job(self, plan: Plan) -> None:
-        for name, known in (("precision", self.precisions), ("optimizer", self.optimizers)):
-            value = getattr(plan.request.job, name)
-            if value not in known:
-                refuse(
-                    self.name,
-                    f"trains with {name} {_listed(known)}, the plan with {value}",
-                    field=f"request.job.{name}",
-                    mend=f"plan for a job with {name}: {next(iter(known))}",
-                )
+        self.precision(plan)
+        self.optimizer(plan)
 
     def _check_degrees(self, plan: Plan) -> None:
-        layout = plan.layout
-        for name, value, is_able in (
-            ("sequence_chunks", layout.sequence_chunks, False),
-            ("context_parallel_degree", layout.context_parallel_degree, self.context_parallel),
-            ("expert_parallel_degree", layout.expert_parallel_degree, self.expert_parallel),
-        ):
-            if value > 1 and not is_able:
-                self._refuse_field(name, value, 1)
-        for name, is_able in (
-            ("sequence_parallel", self.sequence_parallel),
-            ("activation_offload", False),
-            ("optimizer_offload", self.optimizer_offload),
-        ):
-            if getattr(layout, name) and not is_able:
-                self._refuse_field(name, "true", "false")
-        if layout.has_uneven_shares:
-            why = "gives all data-parallel ranks as many micro-batches, the plan's have shares of their own"
-            mend = "plan for devices of one kind, or for a batch that the replicas divide"
-            refuse(self.name, why, field="layout.micro_batch_shares", mend=mend)
+        lacks: dict[str, bool | int] = {"sequence_chunks": 1, "activation_offload": False}
+        if not self.context_parallel:
+            lacks["context_parallel_degree"] = 1
+        if not self.expert_parallel:
+            lacks["expert_parallel_degree"] = 1
+        if not self.sequence_parallel:
+            lacks["sequence_parallel"] = False
+        if not self.optimizer_offload:
+            lacks["optimizer_offload"] = False
+        for name, value in lacks.items():
+            if getattr(plan.layout, name) != value and name in self.reasons:
+                self._refuse_field(name, getattr(plan.layout, name), value)
+        demand(plan, self.name, **lacks)
+        demand_equal_shares(plan, self.name)
 
     def _check_schedule(self, plan: Plan) -> None:
         ranks = plan.layout.pipeline_parallel_degree
@@ -152,19 +141,17 @@ class Runtime:
     def _check_recompute(self, plan: Plan) -> None:
         for stage in plan.stages:
             for layer in stage.layers:
-                is_outside = layer in (plan.stages[0].layers[0], plan.stages[-1].layers[-1])
-                if layer.recompute != "none" and (is_outside or not self.recomputes):
-                    what = f"the {'embedding and head' if self.recomputes else 'forward'}"
+                if layer.recompute != "none" and not self.recomputes:
                     refuse(
                         self.name,
-                        f"does not recompute {what}, the plan recomputes {layer.name}",
+                        f"recomputes nothing, the plan recomputes {layer.name}",
                         field=f"stages[{stage.index}].layers",
                         mend="plan with --fix recompute=none",
                     )
 
-    def _refuse_field(self, name: str, value: object, able: object) -> None:
-        why = self.reasons.get(name, f"has no {name} {value}, which the plan has")
-        refuse(self.name, why, field=f"layout.{name}", mend=f"plan with --fix {name}={able}")
+    def _refuse_field(self, name: str, value: bool | int | str, able: bool | int | str) -> None:
+        why = self.reasons.get(name, f"has no {name} {written(value)}, which the plan has")
+        refuse(self.name, why, field=f"layout.{name}", mend=f"plan with --fix {name}={written(able)}")
 
 
 def whole_model_recompute(blocks: Transformer, runtime: str) -> tuple[bool, Iterator[str]]:

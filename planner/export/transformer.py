@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from planner.errors import UnsupportedError
+from planner.export.target import refuse
 from planner.spec import Plan
 from planner.spec.plan import PlannedLayer, Stage
 from planner.spec.profile import RecomputeMode
@@ -52,7 +53,7 @@ class Transformer:
             target: the runtime that wants a transformer, as it calls itself.
 
         Raises:
-            UnsupportedError: the model is built otherwise.
+            UnsupportedError: the model is built otherwise, or its embedding or head recomputes.
         """
         layers = [layer for stage in plan.stages for layer in stage.layers]
         found = [_block(layer) for layer in layers]
@@ -64,9 +65,22 @@ class Transformer:
                 field="stages",
                 mend="choose a target that takes any model: see `planner export --list`.",
             )
+        _check_ends(plan, target)
         end = len(plan.stages) - 1
         stages = tuple(TransformerStage(one.index == 0, _modes(one), one.index == end) for one in plan.stages)
         return cls(str(lists.pop()), stages)
+
+
+def _check_ends(plan: Plan, target: str) -> None:
+    """None of the runtimes recomputes embedding or head, whose activations are then more than planned."""
+    for stage, layer in ((plan.stages[0], plan.stages[0].layers[0]), (plan.stages[-1], plan.stages[-1].layers[-1])):
+        if layer.recompute != "none":
+            refuse(
+                target,
+                f"recomputes blocks, the plan recomputes {layer.name} too",
+                field=f"stages[{stage.index}].layers",
+                mend="plan with --fix recompute=none",
+            )
 
 
 def _modes(stage: Stage) -> tuple[RecomputeMode, ...]:

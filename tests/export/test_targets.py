@@ -194,3 +194,22 @@ def test_sequence_parallelism_is_not_dropped(name: str) -> None:
     target, plan = find(name), _with_split_layers()
     after = written(target, changed(plan, sequence_parallel=True))
     assert after is None or after != written(target, plan)
+
+
+WANT_TRANSFORMERS = frozenset(TARGETS) - {
+    "torchrun", "slurm", "kubernetes", "torch-pipelining", "deepspeed", "deepspeed-pipeline", "accelerate"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(WANT_TRANSFORMERS))
+def test_a_recomputed_head_is_refused(name: str) -> None:
+    """Runtimes that recompute blocks only would keep more of the head than planned: they refuse it by its stage."""
+    plan = plan_of("one-device")
+    *layers, head = plan.stages[0].layers
+    head = head.model_copy(update={"recompute": "full"})
+    stage = plan.stages[0].model_copy(update={"layers": (*layers, head)})
+    plan = plan.model_copy(
+        update={"stages": (stage,), "layout": plan.layout.model_copy(update={"recompute": "per-layer"})}
+    )
+    with pytest.raises(UnsupportedError, match=r"stages\[0\]\.layers: .* recompute"):
+        find(name).write(plan)
