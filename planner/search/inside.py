@@ -124,9 +124,19 @@ class LayoutSearch:
                 return
             self.bound = max(self.bound, even[0])
             struck = self.open & (low >= self.limit)
-            if not struck.any() and not self._strike_pairs():
+            if not struck.any() and not self._strike_dear() and not self._strike_pairs():
                 return
             self.open &= ~struck
+
+    def _strike_dear(self) -> bool:
+        """Strike out what is not below the limit whichever rank is dearest: equation (H6). Was there any?"""
+        if self.costs.layout.schedule not in BOUNDED:
+            return False
+        low: Table = np.maximum.reduce([lane.bottleneck_bounds(self.open) for lane in self.lanes])
+        self.bound = max(self.bound, min(int(low.min()), self.limit))
+        struck = self.open & (low >= self.limit)
+        self.open &= ~struck
+        return bool(struck.any())
 
     def _strike_pairs(self) -> bool:
         """Strike out what is in no pair of neighbours below the limit: equation (H5). Was there any?"""

@@ -19,7 +19,7 @@ import numpy as np
 from planner.cost import LayoutCosts, schedule_of
 from planner.schedule import Schedule, in_flight_per_stage
 from planner.search.bounds import BOUNDED, host_room_bytes, room_bytes, warm_ups, work_of
-from planner.search.paths import segment_bounds
+from planner.search.paths import bottleneck_bounds, segment_bounds
 from planner.search.segments import LayerModes, Mask, Segments, Table
 from planner.search.windows import Kinds, Windows, reach, windows_of, within
 from planner.spec.profile import RecomputeMode
@@ -119,6 +119,11 @@ class Lane:
         if self.costs.layout.schedule in BOUNDED:
             return segment_bounds(self.segments, open_, warm_ups(self.costs), count)
         return count * (self.segments.forward + self.segments.backward)
+
+    def bottleneck_bounds(self, open_: Mask) -> Table:
+        """The same of gpipe or 1f1b by the dearest rank, which takes longer to tell: equation (H6)."""
+        numbers = warm_ups(self.costs), self.costs.micro_batches
+        return bottleneck_bounds(self.segments, open_, *numbers, is_gpipe=self.costs.layout.schedule == "gpipe")
 
 
 def lanes_of(

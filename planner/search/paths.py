@@ -16,9 +16,15 @@ with the layers before and behind as cheap as they can be, they bound every stag
     (5a)  down to s, s alone for all M, then its tail; or up again, and rank 0's tail
     (5b)  down the whole pipe, up to s, M - u(s) forwards and M - 1 backwards of s, up again, and rank 0's tail; where
           M > u(s), of these only M - 1 - u(s) of each, and down from s to the last rank and up to s again: the last
-          micro-batch has to come back, too
+          micro-batch has to come back, too; or as many forwards of s as it begins with, before the last of these goes
+          on down and up again
+    (5d)  under gpipe down the whole pipe with M forwards of s on the way, and up again with M backwards of any other
+          rank z, and rank 0's tail: W + (M - 1) (F(s) + B(z)), W being once down and up
     (H3)  low(s, x, y) = largest of these; no stage map is faster than the path whose largest low is smallest
                                                                               -> segment_bounds(), most_even()
+    (H6)  (5b) and (5d) are W and some more of one rank; the dearest of all ranks lies between two of some edges, so
+          that W is that of a path of segments that are no dearer, and a step is W and the lower edge at least
+                                                                                            -> bottleneck_bounds()
 """
 
 from __future__ import annotations
@@ -33,6 +39,8 @@ from planner.schedule import CriticalPath
 from planner.search.segments import Mask, Segments, Table
 
 NEVER = np.int64(2**61)
+_EDGES = 8
+"""Of (H6)."""
 Path = tuple[tuple[int, int], ...]
 """(x, y) of the segment of every rank."""
 
@@ -107,20 +115,58 @@ def segment_bounds(segments: Segments, open_: Mask, warm_up: Sequence[int], micr
     once = segments.forward + segments.backward
     alone = micro_batches * once
     down = Ways.of(segments.forward + segments.transfer, open_)
-    both = once + 2 * segments.transfer
-    both[0] += segments.tail[0]
-    ways = Ways.of(both, open_)
+    ways = Ways.of(_both_ways(segments), open_)
     ended_here = down.before[:, :, None] + alone + segments.tail
     up_again = ways.before[:, :, None] + alone
     up_again[0] += segments.tail[0]
-    further = _column([micro_batches - u for u in warm_up]) * segments.forward
     through = ways.through()
-    turned = through + further + (micro_batches - 1) * segments.backward
     back = once + 2 * segments.transfer + ways.behind[:, None, :]
     back = back + _column([max(0, micro_batches - 1 - u) for u in warm_up]) * once
-    turned = np.maximum(turned, through + _column([int(u < micro_batches) for u in warm_up]) * back)
+    back = _column([int(u < micro_batches) for u in warm_up]) * back
+    turned = through + np.maximum(_turned(segments, warm_up, micro_batches), back)
     low = np.maximum(np.maximum(ended_here, up_again), turned)
     return np.where(open_, np.minimum(low, NEVER), NEVER)
+
+
+def _both_ways(segments: Segments) -> Table:
+    """What a segment adds to once down the pipe and up again, and rank 0's tail."""
+    both = segments.forward + segments.backward + 2 * segments.transfer
+    both[0] += segments.tail[0]
+    return both
+
+
+def _turned(segments: Segments, warm_up: Sequence[int], micro_batches: int) -> Table:
+    """What more than that a rank takes by (5b): all of its forwards but the first ones that others wait for."""
+    ahead = [min(micro_batches, units) - 1 for units in warm_up]
+    behind = [max(0, micro_batches - units - begun) for units, begun in zip(warm_up, ahead, strict=True)]
+    further = _column([micro_batches - units for units in warm_up]) * segments.forward
+    begun = _column(list(map(sum, zip(ahead, behind, strict=True)))) * segments.forward
+    left = _column([micro_batches - 1 - units for units in ahead]) * segments.backward
+    table: Table = np.maximum(further + (micro_batches - 1) * segments.backward, begun + left)
+    return table
+
+
+def bottleneck_bounds(
+    segments: Segments, open_: Mask, warm_up: Sequence[int], micro_batches: int, *, is_gpipe: bool
+) -> Table:
+    """No stage map that holds the segment is faster: equation (H6)."""
+    once, least = _both_ways(segments), np.full_like(segments.forward, NEVER)
+    others = (micro_batches - 1) * segments.backward if is_gpipe else np.zeros_like(least)
+    more = (micro_batches - 1) * segments.forward if is_gpipe else _turned(segments, warm_up, micro_batches)
+    even = most_even(more, open_)
+    if even is None:
+        return least
+    dearer = np.unique(more[open_ & (more > even[0])])
+    some = np.linspace(0, len(dearer) - 1, min(_EDGES, len(dearer))).astype(np.intp)
+    edges = [even[0], *dearer[some].tolist()]
+    for lower, upper in zip([even[0], *edges], edges, strict=False):
+        held = open_ & (more <= upper)
+        other = most_even(others, held)
+        if other is not None:
+            dearest = np.maximum(more, lower) + np.maximum(others, other[0])
+            least = np.minimum(least, Ways.of(once, held).through() + dearest)
+    table: Table = np.minimum(least, NEVER)
+    return table
 
 
 def most_even(sizes: Table, open_: Mask) -> tuple[int, Path] | None:
