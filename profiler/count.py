@@ -6,7 +6,7 @@ Layers of one kind are counted once (`profiler.layer_count` says how one is coun
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -24,14 +24,12 @@ from profiler.expert_parallel import common_experts, experts_of
 from profiler.layer_count import LayerRun, LayerTrace
 from profiler.models import ModelSource
 from profiler.parameters import hidden_matrices, shapes_of
+from profiler.progress import Progress
 from profiler.quantities import LayerCount, Limits, layer_profiles, rows_of
 from profiler.sequence_parallel import refusal
 from profiler.shard import Exchanges, border_split, shard_layer
 from profiler.splits import WHOLE, Split, splits
 from profiler.tensor_parallel import refusal as tensor_refusal
-
-Progress = Callable[[int, int, str], None]
-"""Called with (steps done, steps in all, what is being done)."""
 
 TORCH_TYPES: dict[DataType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -27,7 +27,8 @@ from profiler.links_fit import fit_levels
 from profiler.links_groups import find_nodes, make_group, shapes
 from profiler.links_measure import OPERATIONS, Sampling, check_request, default_sizes, measure_rows
 from profiler.links_overlap import overlap_slowdown
-from profiler.links_torchrun import Progress, print_progress, run_torchrun, under_torchrun
+from profiler.links_torchrun import print_progress, run_torchrun, under_torchrun
+from profiler.progress import Progress
 
 TIMEOUT_SECONDS = 600.0
 TIME_BUDGET_SECONDS = 300.0

@@ -20,8 +20,8 @@ from planner.errors import SpecError
 from planner.spec import LinkMeasurement
 from planner.spec.cluster import OperationName
 from profiler.links_groups import RankGroup, find_nodes, make_group, shapes
-from profiler.links_torchrun import Progress
 from profiler.measure_timing import Timing
+from profiler.progress import Progress
 
 OPERATIONS: tuple[OperationName, ...] = get_args(OperationName)
 

@@ -8,15 +8,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
 from planner.errors import RunError
-
-Progress = Callable[[int, int, str], None]
-"""Called with (steps done, steps in all, what is being done)."""
+from profiler.progress import Progress
 
 PROGRESS_MARK = "progress\t"
 TAIL_LINES = 12

@@ -33,7 +33,6 @@ from profiler import count
 from profiler.float8 import check_float8
 from profiler.float8_product import remark
 from profiler.lengths import at_lengths, check_lengths
-from profiler.links_torchrun import Progress
 from profiler.low_bit import require_torchao
 from profiler.measure_conditions import compared, conditions
 from profiler.measure_device import (
@@ -51,6 +50,7 @@ from profiler.measure_low_bit import adam_8bit_seconds
 from profiler.measure_shard import fake_group
 from profiler.measure_timing import Timing, time_phases
 from profiler.models import ModelSource
+from profiler.progress import Progress
 
 TIME_BUDGET_SECONDS = 25.0
 TINY_SECONDS = 1e-9

@@ -10,8 +10,7 @@ micro-batch (masks, positions) is not counted in every layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -29,6 +28,7 @@ from profiler.float8 import float8_modules, run_in_float8
 from profiler.measure_shard import local, split, with_local
 from profiler.measure_timing import Mark
 from profiler.models import ModelSource
+from profiler.parameters import parameters_on_meta
 from profiler.recompute import is_saved
 from profiler.shard import shard
 from profiler.tensor_parallel import plan, split_modules
@@ -49,23 +49,6 @@ PHASES = ("before", "layer", "after", "backward_input", "backward")
 def recomputed_backward(number: int) -> int:
     """Index of the phase that is the backward of the recompute mode of this number."""
     return len(PHASES) + 4 * number + 3
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Within, new modules get parameters without storage, but real buffers: those hold values that layers compute
-    with (rotary frequencies, position ids) and that only the model's own code can make."""
-
-    def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.is_meta:
-            return parameter
-        return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-
-    handle = nn.modules.module.register_module_parameter_registration_hook(move)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _fill(stage: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
@@ -323,7 +306,7 @@ class Bench:
         return self._filled(stage, index)
 
     def _stage(self, index: int, recompute: RecomputeMode) -> nn.Module:
-        with _parameters_on_meta():
+        with parameters_on_meta():
             model = self.source.build()
         return self.source.cut(model).layer(model, index, recompute=recompute)
 

@@ -56,7 +56,7 @@ def _forget_groups() -> None:
     """DTensor keeps how it has split operations, and takes meshes of the same ranks for the same: a later run would
     look for groups of this one by their names."""
     # As torch.distributed.tensor.debug does, whose import takes a second.
-    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined, no-untyped-call]
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[no-untyped-call]
     clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
     if clear is not None:  # not every version of torch has one in C++
         clear()

@@ -8,11 +8,13 @@ Adafactor  keeps the mean of every row and column of a matrix, by its last two d
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from planner.spec.recipes import factored_elements
 from profiler.cut import LayerCut
@@ -34,6 +36,25 @@ class ParameterShapes:
     """Of one Muon step over them."""
     factored_elements: int
     """Numbers that Adafactor keeps."""
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Within, new modules get parameters without storage, but real buffers: those hold values that layers compute
+    with (rotary frequencies, position ids) and that only the model's own code can make."""
+
+    def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None:
+            return None
+        bare = parameter if parameter.is_meta else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        bare._is_hf_initialized = True  # type: ignore[attr-defined] # transformers draws no values for it
+        return bare
+
+    handle = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def hidden_matrices(model: nn.Module, cut: LayerCut) -> frozenset[str]:

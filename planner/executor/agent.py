@@ -26,10 +26,9 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from planner.errors import PlannerError, RunError
-from planner.executor.failure import write_failure
+from planner.executor.failure import STOPPED, write_failure
 from planner.executor.rendezvous import BACKEND, GatedRendezvous, make_rendezvous
 from planner.executor.roster import ANY_GROUP
-from planner.executor.stopping import STOPPED
 from planner.executor.torchrun import interpreter
 
 MORE_THAN_ANY_RUN = 1_000_000

@@ -35,7 +35,7 @@ RANK_MARK = re.compile(r"^\[rank(\d+)\]:")
 """Before every line of a traceback, once a rank has joined the process group."""
 FAULTS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 """Signals that a process gets for what it did itself."""
-STOPPED_CODE = 128 + signal.SIGTERM
+STOPPED = 128 + signal.SIGTERM
 """Exit code of a rank that was told to stop."""
 STOPPED_NOTE = "stopped.json"
 LATE_NOTE = "late.txt"
@@ -182,7 +182,7 @@ def _failures(stderr: str) -> list[tuple[datetime, int, int]]:
 def _gone(stderr: str, told: set[int]) -> dict[int, int]:
     """Exit codes of the ranks that left by themselves and told no error."""
     codes = {rank: code for _, rank, code in sorted(_failures(stderr), key=lambda each: each[1])}
-    return {rank: code for rank, code in codes.items() if code > 0 and code != STOPPED_CODE and rank not in told}
+    return {rank: code for rank, code in codes.items() if code > 0 and code != STOPPED and rank not in told}
 
 
 def _told_of(folder: Path, ranks: Sequence[int]) -> str:

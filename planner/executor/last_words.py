@@ -20,7 +20,7 @@ from pathlib import Path
 
 from planner.errors import PlannerError, RunError
 from planner.executor import doing
-from planner.executor.failure import STOPPED_CODE, crash_path, doing_path, write_failure
+from planner.executor.failure import STOPPED, crash_path, doing_path, write_failure
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Where torchrun looks for a rank's error, to show it in its summary."""
@@ -55,7 +55,7 @@ def _error_of(error: BaseException, rank: int) -> Exception | None:
     if isinstance(error, Exception):
         return error
     code = error.code if isinstance(error, SystemExit) else None
-    if code in (None, 0, STOPPED_CODE):
+    if code in (None, 0, STOPPED):
         return None
     return RunError(
         f"rank {rank} called sys.exit({code!r}) {doing.current()}:\n"

@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
-from unittest import mock
 
 import torch
 from torch import nn
@@ -29,6 +28,7 @@ from planner.errors import UnsupportedError
 from planner.spec.profile import SharedParameters
 from profiler import host_random
 from profiler.models import ModelSource
+from profiler.parameters import parameters_on_meta
 
 Prepare = Callable[[nn.Module], nn.Module]
 """Takes a whole model whose parameters may have no storage, returns the part of it that a rank holds."""
@@ -74,7 +74,7 @@ def materialise(
         with _stream(seed, "", torch.device("cpu")):
             model = source.build()
         return prepare(model).to(device)
-    with _parameters_on_meta():
+    with parameters_on_meta():
         model = source.build()
     owners = _owners(model, source.cut().shared_parameters)
     part = prepare(model)
@@ -83,21 +83,6 @@ def materialise(
         _settle_shared(part, owner, part, device, seed)
     _refuse_missing_values(part)
     return part
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Within, every parameter loses its storage as it is registered; buffers keep theirs."""
-    register = nn.Module.register_parameter
-
-    def register_on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        bare = None if parameter is None else _as_parameter(parameter, parameter.to("meta"))
-        if bare is not None:
-            bare._is_hf_initialized = True  # type: ignore[attr-defined] # transformers draws no values for it
-        register(self, name, bare)
-
-    with mock.patch.object(nn.Module, "register_parameter", register_on_meta):
-        yield
 
 
 def _as_parameter(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:

@@ -30,6 +30,7 @@ from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[a
 from planner.executor.agreement import Agreement
 from planner.executor.checkpoint_folder import newest_step
 from planner.executor.executor import choose_device, join
+from planner.executor.failure import STOPPED
 from planner.executor.journal import Journal
 from planner.executor.last_words import last_words
 from planner.executor.metrics import Metrics
@@ -38,7 +39,7 @@ from planner.executor.pilot import How, Moments, Pilot
 from planner.executor.rendezvous import BEGAN, ROUND, Board
 from planner.executor.roster import ANY_GROUP, KnownPlans, Roster, seats
 from planner.executor.settings import RunSettings
-from planner.executor.stopping import STOPPED, StopRequest, leaving_in_time
+from planner.executor.stopping import StopRequest, leaving_in_time
 from planner.executor.weigh import Pace
 from planner.executor.worker import make_executor, print_step
 from planner.spec.document import parse

@@ -21,11 +21,10 @@ from typing import Protocol
 from planner.errors import DocumentError, RunError, StoppedError
 from planner.executor.checkpoint_folder import check_steps_left, newest_step
 from planner.executor.elastic import DEFAULT_RESTARTS
-from planner.executor.failure import read_failure, read_late
+from planner.executor.failure import STOPPED, read_failure, read_late
 from planner.executor.metrics import Metrics
 from planner.executor.roster import ANY_GROUP, Roster
 from planner.executor.settings import RunSettings
-from planner.executor.stopping import STOPPED
 from planner.executor.torchrun import Log, environment, grace, interpreter, passing_on, started
 from planner.executor.weigh import Rebalancer
 from planner.spec.document import read

@@ -25,10 +25,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from planner.executor.failure import STOPPED_CODE, write_late
+from planner.executor.failure import STOPPED, write_late
 
-STOPPED = STOPPED_CODE
-"""Exit code of a process that was stopped so: 128 + SIGTERM, as shells report it."""
 SPARED_SECONDS = 5.0
 """Of the grace, at most: what a process needs to leave; of a short grace a fifth."""
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from planner.errors import FinishedError
 from planner.executor.checkpoint_folder import final_path
 from planner.executor.doing import now
-from planner.executor.failure import write_failure, write_stopped, write_whole
+from planner.executor.failure import STOPPED, write_failure, write_stopped, write_whole
 from planner.executor.last_words import last_words
 from planner.executor.metrics import Metrics
 from planner.executor.orphans import end_with_parent
 from planner.executor.settings import RunSettings
-from planner.executor.stopping import STOPPED, leaving_in_time
+from planner.executor.stopping import leaving_in_time
 from planner.executor.unfinished import StepLog, why_of
 from planner.spec.measured import MeasuredRun
 from planner.spec.plan import Plan
