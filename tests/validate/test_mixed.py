@@ -204,6 +204,7 @@ LIES: list[Lie] = [
     ),
     ("one_group", lambda d: d["layout"].update(rank_order="tp-cp-dp-pp"), "placement[1]: rank of its coordinates: "),
     ("over_groups", lambda d: d["layout"].update(rank_order="tp-cp-pp-dp"), "placement[1]: rank of its coordinates: "),
+    ("over_groups", lambda d: d["layout"].update(schedule="synthesized"), "layout.schedule: an order is not made for"),
     ("over_groups", scattered, "placement: node 0 is filled in the order [1, 0]."),
     ("over_groups", interleaved, "placement: ranks leave a node group, and come back to it."),
     ("second_group_first", lambda d: d["placement"].pop(), "placement: number of ranks: the plan says 3, recomputed 4"),
