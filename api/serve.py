@@ -10,6 +10,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from api.app import create_app
+from api.keys import keys_of
 from api.settings import Settings
 from api.store import Store
 from planner.errors import DocumentError
@@ -67,9 +68,9 @@ def check_reach(settings: Settings) -> None:
     """Refuse to listen for other machines without API keys, unless that is wanted.
 
     Raises:
-        DocumentError: nobody said that it is.
+        DocumentError: nobody said that it is, or the keys cannot be read.
     """
-    if settings.keys_file or settings.keys or settings.without_keys or is_loopback(settings.host):
+    if settings.without_keys or is_loopback(settings.host) or keys_of(settings.keys_file, settings.keys):
         return
     raise DocumentError(
         f"{settings.host!r} can be reached by other machines, and there are no API keys.",

@@ -283,6 +283,8 @@ def test_other_machines_need_keys(settings_of: SettingsOf, host: str, loopback: 
         return
     with pytest.raises(DocumentError, match="no API keys"):
         check_reach(settings_of(host=host))
+    with pytest.raises(DocumentError, match="no API keys"):
+        check_reach(settings_of(host=host, keys="# lines, but no key"))
     check_reach(settings_of(host=host, without_keys=True))
     check_reach(settings_of(host=host, keys=make_key("read", "r")[1].line()))
 
