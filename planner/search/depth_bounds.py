@@ -16,7 +16,7 @@ least, D(l) the sum of w over the layers before it and H(l) that over all others
           tick (the linear relaxation of the multiple-choice knapsack: Sinha, Zoltners 1979), E(k) ticks in all. With
           the sum of waiting of (K5), for every k under (K11), and for k = P under (K12),
               M (W + E(k)) + waiting <= P T
-          The less T, the more is held; so halving finds a T that is too little                -> Depth.raised()
+          else no step takes T ticks                                                   -> Depth.is_too_little()
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ from planner.search.bounds import trades
 from planner.search.split_bounds import Floats, Held, Mask, Pipelines
 from planner.spec.profile import RecomputeMode
 
-_HALVINGS = 6
-"""Of what lies between a bound and a limit."""
 _SHARES = (1.0, 0.75, 0.5, 0.25)
 """Of the ranks that are looked at as the first k."""
 _AT_ONCE = 4096
@@ -75,33 +73,22 @@ class Depth:
             np.array(freed, dtype=np.float64),
         )
 
-    def raised(self, at: Pipelines, bounds: Floats, limits: Floats, *, are_dealt: bool) -> Floats:
-        """Bounds of pipelines, raised by (K13) up to their limits.
+    def is_too_little(self, at: Pipelines, ticks: Floats, *, are_dealt: bool) -> Mask:
+        """Does every step of these pipelines take more ticks? Equation (K13).
 
         Args:
             at: the pipelines.
-            bounds: ticks that no step of them beats.
-            limits: ticks of interest; a limit means that no step takes fewer.
+            ticks: of a step of each.
             are_dealt: of layouts of (K12), else of (K11).
         """
-        found = bounds.copy()
-        for start in range(0, len(bounds), _AT_ONCE):
+        found = np.zeros(len(ticks), dtype=bool)
+        for start in range(0, len(ticks), _AT_ONCE):
             some = slice(start, start + _AT_ONCE)
-            found[some] = self._raised(at.some(some), bounds[some], limits[some], are_dealt)
+            found[some] = self._is_too_little(at.some(some), ticks[some], are_dealt)
         return found
 
-    def _raised(self, at: Pipelines, bounds: Floats, limits: Floats, are_dealt: bool) -> Floats:
-        ogp, high = self.held.by_layer(at), np.maximum(bounds, limits)
-        low = np.where(self._is_too_little(at, ogp, high, are_dealt), high, bounds)
-        left = np.flatnonzero((low < high) & np.isfinite(bounds))
-        for _ in range(_HALVINGS if len(left) else 0):
-            middle = (low[left] + high[left]) / 2
-            is_less = self._is_too_little(at.some(left), ogp[left], middle, are_dealt)
-            low[left], high[left] = np.where(is_less, middle, low[left]), np.where(is_less, high[left], middle)
-        return low
-
-    def _is_too_little(self, at: Pipelines, ogp: Floats, ticks: Floats, are_dealt: bool) -> Mask:
-        """Does every step of these pipelines take more ticks?"""
+    def _is_too_little(self, at: Pipelines, ticks: Floats, are_dealt: bool) -> Mask:
+        ogp = self.held.by_layer(at)
         depth, units = (self._dealt if are_dealt else self._searched)(at, ticks)
         lasting = at.micro_batches * self.work.sum() + self._waiting(at)
         found = np.zeros(len(ticks), dtype=bool)

@@ -11,11 +11,12 @@ cost        the least price of a token (J2), over all parts of the cluster. One 
             (J5) first of all comes a plan to beat: parts whose devices divide all are looked into for any plan, the
             best of them is searched, then those with fewer devices, then those with more, as long as each is cheaper
             than the last                                                                           -> _Prices.climbed()
-            (J6) with that plan, what may still be cheaper is bounded again (K11) to (K13); of a part that is entered
-            later only families, ZeRO stages and classes of orders are priced that may           -> _Prices.hold_to()
+            (J6) with a plan, what may still be cheaper is looked at more closely, (K11) to (K16), and so again with
+            each that is clearly cheaper; of a part that is entered later only families, ZeRO stages and classes of
+            orders are priced that may                                                           -> _Prices.hold_to()
 devices     the fewest devices whose step meets the deadline, ties by step. Parts come in the order of their devices,
-            each searched below the deadline only; parts and families that (K10) excludes are left out, and the first
-            part that has a plan is searched to its end                                              -> _fewest()
+            each searched below the deadline only; parts and families that (K10) to (K16) exclude are left out, and
+            the first part that has a plan is searched to its end                                    -> _fewest()
 
 Bounds and gap are told in seconds on the plan's devices. Under `cost` the bound is what a step there would have to take
 to be as cheap as the least open bound of any part; so the gap is that of the price.
@@ -36,6 +37,7 @@ from planner.search.inside import NO_LIMIT
 from planner.search.loads import part_ticks
 from planner.search.offloading import check_offload_constraints
 from planner.search.order_classes import raise_bounds
+from planner.search.part_bounds import PartBounds
 from planner.search.parts import Part, arrangements, check_prices, parts_of, whole
 from planner.search.result import Callbacks
 from planner.search.solve import advance, begin, dive, search
@@ -47,6 +49,8 @@ _FEW_PARTS = 16
 """Fewer are simply taken in order."""
 _ROUNDING = 1e-12
 """Seconds of a deadline are no whole ticks in binary."""
+_CLEARLY_CHEAPER = 0.995
+"""Than the plan that bounds are held to: worth to hold them to another."""
 _CLIMBED = 10_000
 """Pieces of a part taken up for a plan to beat; most parts are proven sooner."""
 
@@ -130,12 +134,15 @@ def _cheapest(field: Field) -> Contest:
     check_prices(field.request.cluster)
     parts = parts_of(field.request.cluster)
     prices = _Prices(field, parts)
-    winner = prices.climbed(prices.dived())
+    winner = prices.dived()
+    prices.hold_to(winner)
+    winner = prices.climbed(winner)
     prices.hold_to(winner)
     while (one := prices.least(winner)) is not None and field.take_up(one):
         if one.price < (winner.price if winner else math.inf):
             winner = one
             _hold_to(field.all, winner)
+            prices.hold_to(winner)
         if field.is_due:
             field.tell(winner, prices.bound_on(winner))
     return contest_of(field, winner, prices.bound_on(winner), winner or field.enter(parts[-1]))
@@ -148,21 +155,28 @@ class _Prices:
         self._field, self._most, self._parts = field, parts[-1].devices, parts
         self._bounds = field.bound(parts)
         self._heap: list[tuple[float, int, int, Part | Contender]] = []
+        self._held_to = math.inf
         self._fill()
 
     def _fill(self) -> None:
-        """All parts anew, by their bounds."""
-        least = zip(self._parts, self._bounds.least, strict=True)
-        self._heap = [
-            (ticks * TICK_SECONDS * part.price_per_second, part.devices, place, part)
-            for place, (part, ticks) in enumerate(least)
-            if ticks < math.inf
-        ]
+        """All parts anew, by their bounds; those that are entered, by what is open of them."""
+        least, entered = (
+            zip(self._parts, self._bounds.least, strict=True),
+            {id(one.part): one for one in self._field.all},
+        )
+        self._heap = []
+        for place, (part, ticks) in enumerate(least):
+            price, one = ticks * TICK_SECONDS * part.price_per_second, entered.get(id(part))
+            if one is not None and one.state.heap:
+                price = min(price, one.least_price)
+            if price < math.inf:
+                self._heap.append((price, part.devices, place, part))
         heapq.heapify(self._heap)
 
     def hold_to(self, winner: Contender | None) -> None:
-        """Bound again what may be cheaper than the winner: (K11) to (K13)."""
-        if winner is not None and not self._field.is_over:
+        """Bound again what may be cheaper than the winner: (K11) to (K16)."""
+        if winner is not None and winner.price < self._held_to * _CLEARLY_CHEAPER and not self._field.is_over:
+            self._held_to = winner.price
             self._bounds.raised_to([winner.price / (part.price_per_second * TICK_SECONDS) for part in self._parts])
             for one in self._field.all:
                 raise_bounds(one.state, self._bounds.of_part(one.part))
@@ -257,18 +271,18 @@ def _fewest(field: Field) -> Contest:
     assert seconds is not None
     ceiling = math.floor(seconds / TICK_SECONDS * (1 + _ROUNDING)) + 1
     every = parts_of(field.request.cluster)
-    bounded = zip(every, field.bound(every).least, strict=True)
-    fast_enough = [part for part, ticks in bounded if ticks < ceiling]
-    by_devices = [tuple(parts) for _, parts in groupby(fast_enough, key=lambda part: part.devices)]
-    enough = _enough(field, by_devices, ceiling)
-    for parts in by_devices if enough is None else by_devices[: enough + 1]:
+    bounds, most = field.bound(every), every[-1].devices
+    enough = _enough(field, _fast_enough(bounds, every, ceiling), ceiling)
+    bounds.raised_to([ceiling if part.devices <= (enough or most) else 0 for part in every])
+    by_devices = [parts for parts in _fast_enough(bounds, every, ceiling) if parts[0].devices <= (enough or most)]
+    for parts in by_devices:
         if field.is_over:
             break
         winner = _first(field, [field.enter(part, ceiling, is_beaten=True) for part in parts])
         if winner is not None:
             return contest_of(field, winner, ticks_of(winner) if field.settled_below(winner) else 0, winner)
     if enough is not None:  # the time was over before all with fewer devices were excluded
-        winner = _first(field, [field.enter(part, ceiling, is_beaten=True) for part in by_devices[enough]])
+        winner = _first(field, [field.enter(part, ceiling, is_beaten=True) for part in by_devices[-1]])
         field.settled_below(winner or field.all[-1])
         return contest_of(field, winner, 0, field.all[-1])
     largest = field.with_all(field.spoken_of(field.with_all(field.enter(every[-1], ceiling))))
@@ -276,8 +290,14 @@ def _fewest(field: Field) -> Contest:
     return replace(ended, missed_seconds=_fastest_seconds(field, largest))
 
 
+def _fast_enough(bounds: PartBounds, every: Sequence[Part], ceiling: int) -> list[tuple[Part, ...]]:
+    """Parts that may meet the deadline, by their devices."""
+    found = [part for part, ticks in zip(every, bounds.least, strict=True) if ticks < ceiling]
+    return [tuple(parts) for _, parts in groupby(found, key=lambda part: part.devices)]
+
+
 def _enough(field: Field, by_devices: Sequence[tuple[Part, ...]], ceiling: int) -> int | None:
-    """Place of parts that meet the deadline, with few devices that divide all: by halving, as if more were faster.
+    """Few devices, a divisor of all, of a part that meets the deadline: by halving, as if more were faster.
 
     It is a plan to have before the proof that fewer do not, which takes long where there are many parts; None: there
     are few, or none was found.
@@ -295,7 +315,7 @@ def _enough(field: Field, by_devices: Sequence[tuple[Part, ...]], ceiling: int) 
             break
         else:
             low = middle + 1
-    return places[high]
+    return by_devices[places[high]][0].devices
 
 
 def _finds(field: Field, parts: Sequence[Part], ceiling: int) -> bool:

@@ -6,7 +6,7 @@ than of all together.
     alike       dealt, with full backwards; all layers recompute alike
     split       dealt, with split backwards, which do not recompute
 
-Orders that are made for their stages may be of any: theirs is the least bound of all. They count as a class besides.
+    made        made for their stages: they may hold less than any schedule, so that less is known of them
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from numpy.typing import NDArray
 from planner.cost.nearest import Split
 from planner.search.orders import SYNTHESIZED, Order, splits_backward
 from planner.search.space import Family
-from planner.search.state import Open, State
+from planner.search.state import Alike, Group, Open, State
 
-SEARCHED, PER_LAYER, ALIKE, SPLIT = range(4)
-CLASSES = 4
+SEARCHED, PER_LAYER, ALIKE, SPLIT, MADE = range(5)
+CLASSES = 5
 _STAGES = 3
-_ANY = 4
-"""An order that may be of each."""
 _APART = 1 << 32
 """Between the places of a family's classes in the enumeration: families are fewer."""
 FamilyBounds = Mapping[tuple[Split, int, int], NDArray[np.float64]]
@@ -36,7 +34,7 @@ FamilyBounds = Mapping[tuple[Split, int, int], NDArray[np.float64]]
 def class_of(order: Order) -> int:
     """Which class an order is of."""
     if order.schedule == SYNTHESIZED:
-        return _ANY
+        return MADE
     if not order.is_dealt:
         return SEARCHED
     if order.recompute == "per-layer":
@@ -45,27 +43,47 @@ def class_of(order: Order) -> int:
 
 
 def raise_bounds(state: State, least: FamilyBounds) -> None:
-    """Families that are not opened yet take no less than is known of them, class by class; what does not fit is closed.
+    """Families take no less than is known of them, class by class; what does not fit is closed. Of those that are
+    opened, it counts for groups of layouts.
 
     Args:
         state: of the search over a part.
         least: of its families.
     """
-    families = [(one, one.item) for one in state.heap if isinstance(one.item, Family)]
-    others = [one for one in state.heap if not isinstance(one.item, Family)]
+    known = state.heap.copy()
     state.heap.clear()
-    for one, family in families:
-        state.bounds.pop(one.order, None)
-        for part in _by_class(one, family, least, state.limit_ticks):
-            state.push(part)
-    for one in others:
-        state.push(one)
+    for one in known:
+        if one.bound_ticks >= state.limit_ticks:
+            state.push(one)
+        elif isinstance(one.item, Family):
+            state.bounds.pop(one.order, None)
+            for part in _by_class(one, one.item, least, state.limit_ticks):
+                state.push(part)
+        else:
+            state.push(replace(one, bound_ticks=max(one.bound_ticks, _least_of(one, least))))
+
+
+def _least_of(one: Open, least: FamilyBounds) -> int:
+    """Ticks that no layout of a group takes less than; 0 where nothing is known."""
+    match one.item:
+        case Group(family=family, zero=zero):
+            orders = family.orders
+        case Alike(orders=orders, group=Group(family=family, zero=zero)):
+            pass
+        case _:
+            return 0
+    known = least.get(_key(family))
+    ticks = np.inf if known is None else known[_stages_of(zero.stage), list(set(map(class_of, orders)))].min()
+    return int(ticks) if ticks < np.inf else 0
+
+
+def _key(family: Family) -> tuple[Split, int, int]:
+    return family.split, family.sequence_chunks, family.pipeline
 
 
 def _by_class(one: Open, family: Family, least: FamilyBounds, limit_ticks: int) -> Iterator[Open]:
     """What may beat the limit together, for it is opened once; what may not, ZeRO stages before classes, by itself."""
-    known = least.get((family.split, family.sequence_chunks, family.pipeline), np.zeros((_STAGES, CLASSES)))
-    ticks = np.column_stack([known, known.min(axis=1)])
+    ticks = least.get(_key(family), np.zeros((_STAGES, CLASSES)))
     stages = frozenset(_stages_of(zero.stage) for zero in family.zeros)
     kinds = frozenset(map(class_of, family.orders))
     near_stages = frozenset(stage for stage in stages if ticks[stage, list(kinds)].min() < limit_ticks)
@@ -94,5 +112,5 @@ def _stages_of(zero_stage: int) -> int:
 
 def _apart(one: Open, stages: Collection[int], kinds: Collection[int]) -> tuple[int, ...]:
     """A place of its own in the enumeration, for what no other part of the family is."""
-    number = sum(1 << (stage * (CLASSES + 1) + kind) for stage in stages for kind in kinds)
+    number = sum(1 << (stage * CLASSES + kind) for stage in stages for kind in kinds)
     return (one.order[0] + number * _APART,)

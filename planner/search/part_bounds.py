@@ -15,16 +15,17 @@ tensor-parallel ranks, and those that share experts, as near to each other as th
 
 Of parts with the same kinds of devices, these depend on their number alone, so all are bounded at once; some devices of
 one node, which the same links join, are of that node's kind. Where a plan to beat is known, what may still beat it is
-bounded again by (K11) to (K13) of `planner.search.depth_bounds`, and where experts are shared out, by how many ranks
-share out the states of the same ones                                                          -> PartBounds.raised_to()
+looked at more closely, by (K11) to (K13) of `planner.search.depth_bounds` and (K14) to (K16) of
+`planner.search.rank_bounds`, and where experts are shared out, by how many ranks share out the states of the same ones
+                                                                                               -> PartBounds.raised_to()
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Self
 
 import numpy as np
@@ -33,14 +34,16 @@ from numpy.typing import NDArray
 from planner.cost import Workload, reserved_bytes
 from planner.cost.nearest import Layers, Split, exchanging_costs, expert_shares, nearest_costs, stand_apart
 from planner.cost.pricing import LayerCost
+from planner.search import order_classes
 from planner.search.chunks import chunks_of
 from planner.search.depth_bounds import Depth
 from planner.search.least_work import by_layer
 from planner.search.offloading import NOTHING, offloadings_of
-from planner.search.order_classes import ALIKE, CLASSES, PER_LAYER, SEARCHED, SPLIT, FamilyBounds
-from planner.search.orders import MODES, schedules_of
+from planner.search.order_classes import ALIKE, CLASSES, MADE, PER_LAYER, SEARCHED, SPLIT, FamilyBounds
+from planner.search.orders import MODES, SYNTHESIZED, schedules_of
 from planner.search.parts import Part
-from planner.search.split_bounds import PLENTY, Alike, Floats, Held, Mixed, Pipelines, Ticks
+from planner.search.rank_bounds import InFlight, Ranks, falling, mixed, rising
+from planner.search.split_bounds import PLENTY, Alike, Floats, Held, Mask, Mixed, Pipelines, Ticks
 from planner.spec.cluster import Cluster, NodeGroup
 from planner.spec.devices import links_of
 from planner.spec.job import allows
@@ -56,6 +59,10 @@ _OF_NODE = {"name", "nodes", "devices_per_node", "host_memory_bytes"}
 _ALIKE_NEAR: tuple[tuple[int, float], ...] = ((1, 1), (2, math.inf))
 _ALIKE_APART: tuple[tuple[int, float], ...] = ((1, 1), (2, 2), (3, 4), (5, math.inf))
 """Fewest and most ranks that share out the states of the same experts: more of them exchange more, and hold less."""
+
+
+_Asked = Callable[[Pipelines, Floats], Mask]
+"""Do all steps of pipelines take more than so many ticks?"""
 
 
 class PartBounds:
@@ -100,7 +107,7 @@ class PartBounds:
         return found
 
     def raised_to(self, limits: Sequence[float]) -> None:
-        """Bound again what may take less than these ticks, by part: (K11) to (K13)."""
+        """What may take less than these ticks, by part, and does not by (K11) to (K16), takes so many from now on."""
         by_part = np.array(limits, dtype=np.float64)
         self._found = [one.raised_to(by_part) for one in self._found]
 
@@ -119,24 +126,85 @@ class _Zero:
     modes: tuple[Alike, ...]
     """Split backwards first, then full ones in every mode; or what holds of all."""
     mixed: Mixed | None = None
-    depth: Depth | None = None
+    fuller: _Fuller | None = None
 
     def least(self, at: Pipelines) -> Floats:
-        """Ticks that no step beats, [class, pipeline]; never, where there are too few replicas."""
+        """Ticks that no step beats, rounded down, [class, pipeline]; never, where there are too few replicas."""
         left = self.held.left(at)
         split, *full = (mode.least(at, left) for mode in self.modes)
         alike = np.minimum.reduce(full or [split])
         mixed = alike if self.mixed is None else self.mixed.least(at, left)
         rows = {SEARCHED: np.where(at.are_alike, mixed, alike), PER_LAYER: mixed, ALIKE: alike, SPLIT: split}
-        least = np.array([rows[each] for each in range(CLASSES)])
+        rows[MADE] = np.minimum(alike, split)
+        least = np.floor(np.array([rows[each] for each in range(CLASSES)]) * _LESS)
         return np.where(at.replicas < self.least_replicas, np.inf, least)
 
-    def raised(self, at: Pipelines, limits: Floats, kind: int) -> Floats:
-        """The same of one class, bounded again up to these limits."""
-        least: Floats = self.least(at)[kind]
-        if self.depth is None or kind not in (SEARCHED, PER_LAYER):
-            return least
-        return self.depth.raised(at, least, limits, are_dealt=kind == PER_LAYER)
+    def raised(self, at: Pipelines, limits: Floats) -> Floats:
+        """The same, but the limit, rounded up, where no step takes so little."""
+        least = self.least(at)
+        for kind in range(CLASSES if self.fuller else 0):
+            some = np.flatnonzero(least[kind] < limits)
+            if len(some) and self.fuller:
+                is_beaten = self.fuller.is_too_little(at.some(some), limits[some], kind)
+                least[kind, some] = np.where(is_beaten, np.ceil(limits[some]), least[kind, some])
+        return least
+
+
+@dataclass(frozen=True)
+class _Fuller:
+    """What takes longer to bound, and is asked of what may beat a plan alone."""
+
+    layers: Layers
+    modes: tuple[Alike, ...]
+    """Split backwards first, then full ones in every mode."""
+    held: Held
+
+    @cached_property
+    def _depth(self) -> Depth:
+        return Depth.of(self.layers, self.held)
+
+    @cached_property
+    def _ranks(self) -> Ranks:
+        return Ranks.of(self.layers, self.held)
+
+    @cached_property
+    def _alike(self) -> tuple[Ranks, ...]:
+        """By mode."""
+        return tuple(Ranks.of_alike(self.layers, mode, self.held) for mode in self.modes)
+
+    def is_too_little(self, at: Pipelines, ticks: Floats, kind: int) -> Mask:
+        """Does every step of these pipelines and this class take more ticks?"""
+        match kind:
+            case order_classes.SEARCHED:
+                asked = (self._ranks.leave_neighbours, partial(self._depth.is_too_little, are_dealt=False))
+                return _any(asked, at, ticks)
+            case order_classes.PER_LAYER:
+                counted = partial(self._ranks.leave_alike, in_flight=mixed)
+                return _any((counted, partial(self._depth.is_too_little, are_dealt=True)), at, ticks)
+            case order_classes.ALIKE:
+                return self._all_modes(range(1, len(self.modes)), (rising, falling), at, ticks)
+            case order_classes.SPLIT:
+                return self._all_modes(range(1), (rising,), at, ticks)
+        return np.zeros(len(ticks), dtype=bool)
+
+    def _all_modes(self, modes: range, ways: Sequence[InFlight], at: Pipelines, ticks: Floats) -> Mask:
+        """Do all layouts whose layers take one of these modes, and ranks hold in one of these ways?"""
+        found, left = np.ones(len(ticks), dtype=bool), self.held.left(at)
+        for mode in modes:
+            in_time = np.flatnonzero(found & (self.modes[mode].least(at, left) * _LESS <= ticks))
+            for way in ways if len(in_time) else ():
+                found[in_time] &= self._alike[mode].leave_alike(at.some(in_time), ticks[in_time], way)
+        return found
+
+
+def _any(asked: Sequence[_Asked], at: Pipelines, ticks: Floats) -> Mask:
+    """Does one of these say so? Each is asked of what is left."""
+    found = np.zeros(len(ticks), dtype=bool)
+    for one in asked:
+        rest = np.flatnonzero(~found)
+        if len(rest):
+            found[rest] = one(at.some(rest), ticks[rest])
+    return found
 
 
 @dataclass(frozen=True)
@@ -179,12 +247,12 @@ class _Split:
         return Pipelines(ranks, data * self.key[2], -(-micro_batches // data), micro_batches % data == 0)
 
     def least(self, at: Pipelines) -> Floats:
-        """Ticks, rounded down, [ZeRO stages, class, pipeline]."""
+        """Ticks, [ZeRO stages, class, pipeline]."""
         return _by_stage(self.zeros, [zero.least(at) for zero in self.zeros])
 
-    def raised(self, at: Pipelines, limits: Floats, kind: int) -> Floats:
-        """Ticks of a class, rounded down, raised up to these limits, [ZeRO stages, pipeline]."""
-        return _by_stage(self._finer_zeros, [zero.raised(at, limits, kind) for zero in self._finer_zeros])
+    def raised(self, at: Pipelines, limits: Floats) -> Floats:
+        """The same, raised up to these limits."""
+        return _by_stage(self._finer_zeros, [zero.raised(at, limits) for zero in self._finer_zeros])
 
 
 def _by_stage(zeros: Sequence[_Zero], ticks: Sequence[Floats]) -> Floats:
@@ -193,7 +261,7 @@ def _by_stage(zeros: Sequence[_Zero], ticks: Sequence[Floats]) -> Floats:
         np.minimum.reduce([each for zero, each in zip(zeros, ticks, strict=True) if zero.stage in (None, place)])
         for place in range(len(_STAGES))
     ]
-    least: Floats = np.floor(np.array(every) * _LESS)
+    least: Floats = np.array(every)
     return least
 
 
@@ -219,12 +287,12 @@ class _Found:
 
     def raised_to(self, limits: Floats) -> Self:
         """What may take less than these ticks, by part, bounded again."""
-        ticks, limits = self.ticks.copy(), limits[self.places]
-        for kind in range(CLASSES):
-            some = np.flatnonzero(ticks[:, kind].min(axis=0) < limits)
-            if len(some):
-                raised = self.split.raised(self.at.some(some), limits[some], kind)
-                ticks[:, kind, some] = np.maximum(ticks[:, kind, some], raised)
+        limits = limits[self.places]
+        some = np.flatnonzero(self.ticks.min(axis=(0, 1)) < limits)
+        if not len(some):
+            return self
+        ticks, raised = self.ticks.copy(), self.split.raised(self.at.some(some), limits[some])
+        ticks[:, :, some] = np.maximum(ticks[:, :, some], raised)
         return replace(self, ticks=ticks)
 
 
@@ -258,13 +326,14 @@ def _zero(work: Workload, key: Split, stage: ZeroStage, shared: int, fewest: int
     modes = [mode for mode in MODES if any(mode in options for options in layers)]
     rows = [[options.get(mode, next(iter(options.values()))) for options in layers] for mode in modes]
     alike = [Alike.of(each, splits=False) for each in rows]
+    every = (Alike.of(rows[0], splits=True), *alike)
     return _Zero(
         stage=[each for each, _ in _STAGES].index(stage),
         least_replicas=max(1 + (stage > 0), fewest * key[3]),
         held=held,
-        modes=(Alike.of(rows[0], splits=True), *alike),
+        modes=every,
         mixed=Mixed.of(alike, held.room_bytes),
-        depth=None if held is PLENTY else Depth.of(layers, held),
+        fuller=None if held is PLENTY else _Fuller(layers, every, held),
     )
 
 
@@ -320,6 +389,7 @@ def _is_of_node(part: Cluster, group: NodeGroup) -> bool:
 def _families(works: Sequence[Workload], devices: Ticks) -> Iterator[_Found]:
     """Every split, with all numbers of pipeline and data ranks on so many devices."""
     batch, layers = works[0].job.global_batch_size, len(works[0].profile.layers)
+    may_be_made = SYNTHESIZED in schedules_of(works[0].job.constraints.get("schedule"))
 
     @cache
     def dividing(ranks: int) -> NDArray[np.intp]:
@@ -334,7 +404,10 @@ def _families(works: Sequence[Workload], devices: Ticks) -> Iterator[_Found]:
         if enough.any():
             places, ranks = places[enough], ranks[enough]
             at = one.pipelines(batch, ranks, data[enough])
-            yield _Found(one, places, at, one.least(at))
+            least = one.least(at)
+            if not may_be_made:
+                least[:, MADE] = np.inf
+            yield _Found(one, places, at, least)
 
 
 def _splits(works: Sequence[Workload]) -> Iterator[_Split]:

@@ -43,17 +43,23 @@ def test_no_part_beats_its_bound(instance: Instance) -> None:
 @settings(max_examples=25)
 @given(tight_instances())
 def test_no_stage_map_that_fits_beats_the_bound_of_its_family(case: tuple[Instance, list[Priced]]) -> None:
-    """On devices that hold exactly what some stage map needs: all that fit are no faster, whatever they recompute."""
+    """On devices that hold exactly what some stage map needs: all that fit are no faster, whatever they recompute; nor
+    where the bound is asked whether each step of these is too little."""
     instance, priced = case
     (whole,) = parts_of(instance.cluster)[-1:]
     bounds = PartBounds(workload(instance.profile, instance.cluster, instance.job), [whole])
-    fitting = [one for one in priced if one.peak <= memory_of(instance)]
-    for limit in (0.0, *(2.0 * one.nanoseconds for one in fitting[:1])):
+    fitting = sorted((one for one in priced if one.peak <= memory_of(instance)), key=lambda one: one.nanoseconds)
+    places = {_place(one.layout): one.nanoseconds for one in reversed(fitting)}
+    for limit in (0, *sorted(set(places.values()))):
         bounds.raised_to([limit])
         families = bounds.of_part(whole)
-        for one in fitting:
-            least = families[_family(one.layout)][max(0, one.layout.zero_stage - 1), _class(one.layout)]
-            assert bounds.least[0] <= least <= one.nanoseconds
+        for (family, stage, kind), fastest in places.items():
+            assert bounds.least[0] <= families[family][stage, kind] <= fastest
+
+
+def _place(layout: Layout) -> tuple[tuple[Split, int, int], int, int]:
+    """Family, ZeRO stages and class of the order: what bounds tell apart."""
+    return _family(layout), max(0, layout.zero_stage - 1), _class(layout)
 
 
 def _family(layout: Layout) -> tuple[Split, int, int]:
@@ -88,7 +94,7 @@ def test_layers_that_stand_deep_hold_more() -> None:
     bounds = PartBounds(workload(model, machines, job(64)), [whole])
     family, searched = ((1, 1, 1, 1, False), 1, 4), (0, SEARCHED)
     before = bounds.of_part(whole)[family][searched]
-    bounds.raised_to([1.2 * before])
+    bounds.raised_to([1.05 * before])
     assert bounds.of_part(whole)[family][searched] > before
 
 
