@@ -19,6 +19,8 @@ from typing import Any
 from planner.errors import RunError
 from profiler.measure_load import python_path
 
+STATUS = Path("/proc/self/status")
+"""Of this process."""
 MICRO_BATCHES_IN_FLIGHT = 4
 RANK_MODULES = ("torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.tensor.parallel")
 """What every rank loads."""
@@ -31,7 +33,7 @@ def available_memory_bytes() -> int:
 
 def _machine_memory_bytes() -> int:
     with suppress(OSError):
-        return _proc_bytes(Path("/proc/meminfo"), "MemAvailable")
+        return proc_bytes(Path("/proc/meminfo"), "MemAvailable")
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -46,8 +48,12 @@ def _control_group_bytes() -> list[int]:
     return [max(1, int(limit) - used)] if limit != "max" else [sys.maxsize]
 
 
-def _proc_bytes(path: Path, key: str) -> int:
-    """A line such as ``VmRSS:  1024 kB`` of a file under /proc."""
+def proc_bytes(path: Path, key: str) -> int:
+    """A line such as ``VmRSS:  1024 kB`` of a file under /proc, in bytes.
+
+    Raises:
+        OSError: there is no such file, or no such line in it.
+    """
     for line in path.read_text(encoding="utf-8").splitlines():
         name, _, value = line.partition(":")
         if name == key:
@@ -138,15 +144,20 @@ class _Trained:
         return max(0.0, grown / sum(kept.values()) - 1)
 
 
+def give_back() -> None:
+    """Return to the system what glibc keeps of freed memory; it would count as resident."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def _resident_bytes() -> int:
-    return _proc_bytes(Path("/proc/self/status"), "VmRSS")
+    return proc_bytes(STATUS, "VmRSS")
 
 
 def _settled_bytes() -> int:
     """Resident set after everything that can be given back has been."""
     gc.collect()
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+    give_back()
     return _resident_bytes()
 
 

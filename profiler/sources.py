@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 
 from planner.errors import DocumentError, UnknownNameError, UnsupportedError
 from planner.spec.document import read_data
+from profiler.callables import first_line, load_callable
 from profiler.catalogue import CatalogueEntry
 from profiler.models import ModelInput, ModelSource
 from profiler.split_elementwise import take_split_tensors
@@ -98,7 +97,7 @@ def _read_config(data: dict[str, Any], where: str) -> Any:
         config = transformers.AutoConfig.for_model(model_type, **settings)
     except Exception as error:  # configurations validate themselves with many kinds of errors
         raise DocumentError(
-            f"is no valid {model_type} configuration: {_first_line(error)}", field=where, mend="correct this field."
+            f"is no valid {model_type} configuration: {first_line(error)}", field=where, mend="correct this field."
         ) from error
     config.use_cache = False
     return config
@@ -239,13 +238,8 @@ def _try_building(builder: Any, where: str) -> None:
             builder()
     except Exception as error:  # any: the settings are the user's, the code is transformers'
         raise DocumentError(
-            f"transformers cannot build the model: {_first_line(error)}", field=where, mend="correct the configuration."
+            f"transformers cannot build the model: {first_line(error)}", field=where, mend="correct the configuration."
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return f"{type(error).__name__}: {text.splitlines()[0]}"
 
 
 def from_callable(reference: str) -> ModelSource:
@@ -256,7 +250,7 @@ def from_callable(reference: str) -> ModelSource:
             module nor (module, example inputs).
         UnsupportedError: the inputs cannot be told from the module.
     """
-    function = _find_callable(reference)
+    function = load_callable(reference, field=reference)
     with torch.device("meta"):
         module, example = _call(function, reference)
         again, _ = _call(function, reference)
@@ -273,33 +267,12 @@ def from_callable(reference: str) -> ModelSource:
     return _describe(reference, module, example, partial(_build_from, function, reference))
 
 
-def _find_callable(reference: str) -> Any:
-    module_name, _, attribute = reference.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # a module beside the user's working directory, as `python -m` would find it
-    try:
-        found: Any = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # any: importing runs the user's code
-        raise DocumentError(
-            f"cannot import {module_name!r}: {_first_line(error)}",
-            field=reference,
-            mend="give package.module:callable as Python would import it here.",
-        ) from error
-    for part in attribute.split("."):
-        found = getattr(found, part, None)
-    if not callable(found):
-        raise DocumentError(
-            f"{module_name} has no callable {attribute!r}.", field=reference, mend="name a function of the module."
-        )
-    return found
-
-
 def _call(function: Any, reference: str) -> tuple[nn.Module, Example]:
     try:
         result = function()
     except (Exception, SystemExit) as error:  # any: it is the user's code
         raise DocumentError(
-            f"the callable failed: {_first_line(error)}", field=reference, mend="make it run without arguments."
+            f"the callable failed: {first_line(error)}", field=reference, mend="make it run without arguments."
         ) from error
     module, example = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     example = tuple(example) if isinstance(example, list) else example

@@ -6,8 +6,6 @@ would, in the same order. Nothing is shared between ranks but the numbers.
 
 from __future__ import annotations
 
-import importlib
-import os
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ import torch
 
 from planner.errors import DocumentError, PlannerError, UnsupportedError
 from planner.executor.shares import Share
+from profiler.callables import load_callable
 
 Inputs = tuple[torch.Tensor, ...]
 """All that the model takes, samples along dimension 0."""
@@ -84,29 +83,6 @@ def local_part(step: int, share: Share, micro_batch_size: int) -> tuple[int, int
     """First sample and one past the last of a data-parallel rank's part of a step's global batch."""
     start = step * share.total + share.first
     return start * micro_batch_size, (start + share.count) * micro_batch_size
-
-
-def load_callable(reference: str, *, field: str) -> Callable[..., Any]:
-    """Import ``package.module:callable``; the working directory is searched too.
-
-    Raises:
-        DocumentError: the module cannot be imported or has no such callable.
-    """
-    import sys
-
-    module_name, _, attribute = reference.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        value = getattr(importlib.import_module(module_name), attribute)
-    except (Exception, SystemExit) as error:  # any: importing runs the user's code
-        why = str(error) if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
-        raise DocumentError(
-            f"{reference!r} cannot be imported: {why}.", field=field, mend="write package.module:callable."
-        ) from error
-    if not callable(value):
-        raise DocumentError(f"{reference!r} is not callable.", field=field, mend="name a function.")
-    return value  # type: ignore[no-any-return]
 
 
 class _ByteTokens:

@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional
 
 from planner.errors import UnsupportedError
-from planner.executor.data import load_callable
 from planner.executor.pieces import TokenTargets
 from planner.executor.runtime import Loss
+from profiler.callables import load_callable
 from profiler.sequence import Pieces
 
 IGNORED = -100

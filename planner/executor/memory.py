@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import re
 import resource
@@ -10,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
+
+from profiler.measure_memory import STATUS, give_back, proc_bytes
 
 KIBIBYTE = 1024
 CPU_ALLOCATOR = re.compile(r"you tried to allocate (\d+) bytes")
@@ -44,8 +45,7 @@ def reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what set-up freed; it would count as resident
+    give_back()
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
@@ -55,7 +55,5 @@ def peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * KIBIBYTE
+        return proc_bytes(STATUS, "VmHWM")
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIBIBYTE

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.errors import DocumentError, UnsupportedError
-from planner.executor.data import DataSpec, load_callable, load_dataset, local_part
+from planner.executor.data import DataSpec, load_dataset, local_part
 from planner.executor.loss import next_token
 from planner.executor.shares import Share
+from profiler.callables import load_callable
 
 TOKENS = DataSpec(input_kind="tokens", sequence_length=8, vocabulary_size=256, sample_shape=(), classes=256)
 IMAGES = DataSpec(input_kind="images", sequence_length=0, vocabulary_size=0, sample_shape=(3, 4, 4), classes=10)
