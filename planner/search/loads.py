@@ -77,6 +77,13 @@ def portions(work: Workload, family: Family, limit_ticks: int) -> Iterator[tuple
         before += len(part.ways)
 
 
+def bound_of(work: Workload, part: Family, limit_ticks: int) -> int:
+    """Ticks that no layout of a part of a family beats, told again up to a higher limit than when it was made."""
+    bounding = _Bounding(work, part, limit_ticks)
+    least = bounding.least(part)
+    return least if least >= limit_ticks else max(least, bounding.of_part(part))
+
+
 class _Bounding:
     """Bounds of a family's parts: the weights and prices, or the windows, of the whole family tell most of them."""
 

@@ -5,7 +5,8 @@
           schedule, micro-batch size, ZeRO stage or recomputation alone: further plans of the same degrees, and of the
           plan's own, are looked at only then
     (A3)  each is the best of a few layouts of its degrees, with the best stage map found by a fixed amount of work, and
-          of long schedules fewer are looked at: a real plan, but not proven to be the best of its degrees
+          of long schedules fewer are looked at: a real plan, but not proven to be the best of its degrees, nor, by 3 %,
+          the next best of all
     (A4)  of the groups of ranks that may share out the states of a ZeRO stage only one is looked at: that of the least
           bound, or the largest where that is no more than 1 % above; so many near twins would take up all of (A3)
 
@@ -26,6 +27,7 @@ from dataclasses import replace
 
 from planner.cost import schedule_of
 from planner.search.inside import NO_LIMIT, first_plan
+from planner.search.loads import bound_of
 from planner.search.result import Candidate, Limits, degrees_of
 from planner.search.solve import dealt_candidate, per_layer_candidate, take_up
 from planner.search.space import Family
@@ -36,6 +38,8 @@ _TAKEN_UP = 1000
 """Parts of the space looked at, for each alternative wanted: most are only bounded."""
 _CEILINGS = (1.1, 1.5)
 """In steps of the best plan."""
+_MUCH = 1.03
+"""Of the ticks of an alternative, what another one would have to be faster by for which it were worth to go on."""
 _PER_DEGREES = 2
 """Plans looked at with the same degrees."""
 _MOST_PLANS = 5
@@ -83,6 +87,7 @@ def _looked_at(state: State, best: Candidate, budget: int, top: int, limits: Lim
     heapq.heapify(heap)
     seen: Counter[tuple[int, ...]] = Counter()
     fastest: dict[tuple[int, ...], int] = {}
+    told = dict.fromkeys(state.bounds, best.ticks)
     actions, is_later = _MOST_ACTIONS * top, False
     while budget > 0 and seen.total() < _MOST_PLANS * top and not limits.should_stop():
         if not heap and not is_later:
@@ -100,7 +105,7 @@ def _looked_at(state: State, best: Candidate, budget: int, top: int, limits: Lim
             free.ceiling = next(ceilings)
         budget -= 1
         if not _is_ready(one):
-            parts = list(take_up(free, one)) or _above(one, free.ceiling)
+            parts = _again(free, one, told) or list(take_up(free, one)) or _above(one, free.ceiling)
             _push_all(heap, _nearest(free, parts))
             continue
         candidate = _candidate(one, free.ceiling, limits)
@@ -114,6 +119,25 @@ def _looked_at(state: State, best: Candidate, budget: int, top: int, limits: Lim
             yield candidate
 
 
+def _again(free: State, one: Open, told: dict[tuple[int, ...], int]) -> list[Open]:
+    """A part of a family of searched stage maps on several node groups that the search knew to be no faster than the
+    plan, bounded again below the ceiling, if that tells more: to price it takes far longer.
+
+    Args:
+        free: tells the ceiling.
+        one: what is to be taken up.
+        told: below which ceiling parts were bounded, by their places; a part that is not there needs it no more.
+    """
+    family = one.item
+    if not isinstance(family, Family) or family.ways_before is None or family.is_dealt:
+        return []
+    if free.ceiling == NO_LIMIT or told.get(one.order, NO_LIMIT) >= free.ceiling:
+        return []
+    told[one.order] = free.ceiling
+    bound = bound_of(free.work, family, free.ceiling)
+    return [replace(one, bound_ticks=bound)] if bound > one.bound_ticks else []
+
+
 def _above(one: Open, ceiling: int) -> list[Open]:
     """What has no plan below a ceiling, to be looked at again above it: equation (A6)."""
     is_held = isinstance(one.item, Searched | DealtPerLayer) and ceiling < NO_LIMIT
@@ -121,8 +145,8 @@ def _above(one: Open, ceiling: int) -> list[Open]:
 
 
 def _is_enough(fastest: Mapping[tuple[int, ...], int], top: int, least_ticks: int) -> bool:
-    """So many degrees have plans that nothing of so many ticks is among them."""
-    return len(fastest) >= top and sorted(fastest.values())[top - 1] <= least_ticks
+    """So many degrees have plans that nothing of so many ticks is much faster than any of them: equation (A3)."""
+    return len(fastest) >= top and sorted(fastest.values())[top - 1] <= _MUCH * least_ticks
 
 
 def _nearest(state: State, parts: Iterable[Open]) -> Iterator[Open]:
@@ -165,8 +189,8 @@ def _candidate(one: Open, ceiling: int, limits: Limits) -> Candidate | None:
         case Unordered() as unordered:
             return synthesized(unordered, limit_ticks=NO_LIMIT, each=_SYNTHESIS_WORK).candidate
         case Searched(costs=costs, modes=modes):
-            effort = {"rounds": _ROUNDS, "should_stop": limits.should_stop}
-            found = first_plan(costs, modes, one.bound_ticks, limit_ticks=ceiling, **effort)
+            stop = limits.should_stop
+            found = first_plan(costs, modes, one.bound_ticks, limit_ticks=ceiling, rounds=_ROUNDS, should_stop=stop)
             return Candidate(costs, schedule_of(costs), *found) if found else None
     return None
 
