@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from planner.cost import layout_costs, workload
 from planner.search.bounds import BOUNDED
 from planner.search.inside import NO_LIMIT, LayoutSearch, solve_layout
-from planner.search.loads import portions, priced_bound
+from planner.search.loads import bound_of, portions, priced_bound
 from planner.search.segments import choices
 from planner.search.space import Family, space_of
 from planner.spec import Cluster, Job, Layout, ModelProfile, NodeGroup
@@ -107,6 +107,12 @@ def test_no_bound_is_above_the_fastest_stage_map_that_fits(case: Case) -> None:
     assert priced_bound(costs, modes, NO_LIMIT) <= case.nanoseconds
     parts = [part for family in space_of(work).families for part in portions(work, family, NO_LIMIT)]
     own = [bound for bound, part in parts if case.layout in _layouts_of(part)]
+    again = [
+        bound_of(work, part, case.nanoseconds + 1)
+        for _, part in parts
+        if part.ways_before is not None and not part.is_dealt and case.layout in _layouts_of(part)
+    ]
+    assert max(again, default=0) <= case.nanoseconds
     assert max(own, default=0) <= case.nanoseconds  # none where another order of the node groups stands for this one
     search = LayoutSearch(costs, modes)
     search.start()
