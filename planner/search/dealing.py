@@ -59,14 +59,16 @@ def dealt_in_proportion(
 ) -> tuple[int, ...]:
     """`deal_among` of work in the smallest whole numbers."""
     kinds = tuple(devices[rank] for rank in stage_ranks)
-    even = _evens(works).sizes(kinds)
-    own = np.array(works, dtype=np.int64)[list(kinds)]
+    table = np.array(works, dtype=np.int64)
+    even = (_evens(works[0]) if len(works) == 1 else _Evens(table)).sizes(kinds)
+    own = table[list(kinds)]
     return tuple(balanced(own, even, np.array(stage_ranks)).tolist())
 
 
 @lru_cache(maxsize=256)
-def _evens(works: tuple[tuple[int, ...], ...]) -> _Evens:
-    return _Evens(np.array(works, dtype=np.int64))
+def _evens(work: tuple[int, ...]) -> _Evens:
+    """On equal devices, where fewer stages are a part of more."""
+    return _Evens(np.array([work], dtype=np.int64))
 
 
 def even_sizes(works: Numbers, kinds: Sequence[int]) -> Numbers:
