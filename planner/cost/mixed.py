@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from operator import attrgetter
+from typing import Any
 
 from planner.cost.communication import Group
 from planner.cost.groups import Groups
@@ -402,7 +402,8 @@ _SMALLEST = (
     "activation_bytes",
     "host_activation_bytes",
 )
-_smallest_of = attrgetter(*_SMALLEST)
+_PLACES = tuple(map(LayerCost._fields.index, _SMALLEST))
+_WEIGHT = LayerCost._fields.index("backward_weight_ticks")
 
 
 def _least(parts: Sequence[LayoutCosts]) -> LayoutCosts:
@@ -410,7 +411,7 @@ def _least(parts: Sequence[LayoutCosts]) -> LayoutCosts:
     known: dict[tuple[int, ...], dict[RecomputeMode, LayerCost]] = {}
     layers = []
     distinct = {id(part.layers): part.layers for part in parts}.values()
-    for several in zip(*distinct, strict=True):
+    for several in zip(*distinct, strict=True) if len(distinct) > 1 else ():
         key = tuple(map(id, several))
         if key not in known:
             known[key] = {mode: _least_cost([options[mode] for options in several]) for mode in several[0]}
@@ -418,15 +419,22 @@ def _least(parts: Sequence[LayoutCosts]) -> LayoutCosts:
     dearest = [max(same, key=lambda one: one.tail_ticks) for same in zip(*(part.shared for part in parts), strict=True)]
     return replace(
         parts[0],
-        layers=tuple(layers),
+        layers=tuple(layers) or parts[0].layers,
         shared=tuple(dearest),
         reduction_latency_ticks=min(part.reduction_latency_ticks for part in parts),
     )
 
 
 def _least_cost(costs: Sequence[LayerCost]) -> LayerCost:
-    if len(set(map(id, costs))) == 1:
+    """By place, not by name: a search asks for ten thousands."""
+    if all(one is costs[0] for one in costs):
         return costs[0]
-    smallest = dict(zip(_SMALLEST, map(min, zip(*map(_smallest_of, costs), strict=True)), strict=True))
-    weight = max(cost.backward_weight_ticks for cost in costs)
-    return costs[0]._replace(**smallest, backward_weight_ticks=weight)
+    fields: list[Any] = list(costs[0])
+    others: Sequence[tuple[Any, ...]] = costs[1:]
+    for one in others:
+        for place in _PLACES:
+            if one[place] < fields[place]:
+                fields[place] = one[place]
+        if one[_WEIGHT] > fields[_WEIGHT]:
+            fields[_WEIGHT] = one[_WEIGHT]
+    return LayerCost._make(fields)
