@@ -15,8 +15,8 @@ cost        the least price of a token (J2), over all parts of the cluster. One 
             each that is clearly cheaper; of a part that is entered later only families, ZeRO stages and classes of
             orders are priced that may                                                           -> _Prices.hold_to()
 devices     the fewest devices whose step meets the deadline, ties by step. Parts come in the order of their devices,
-            each searched below the deadline only; parts and families that (K10) to (K16) exclude are left out, and
-            the first part that has a plan is searched to its end                                    -> _fewest()
+            each searched below the deadline only; parts and families that (K10) excludes are left out, and the first
+            part that has a plan is searched to its end                                              -> _fewest()
 
 Bounds and gap are told in seconds on the plan's devices. Under `cost` the bound is what a step there would have to take
 to be as cheap as the least open bound of any part; so the gap is that of the price.
@@ -271,10 +271,9 @@ def _fewest(field: Field) -> Contest:
     assert seconds is not None
     ceiling = math.floor(seconds / TICK_SECONDS * (1 + _ROUNDING)) + 1
     every = parts_of(field.request.cluster)
-    bounds, most = field.bound(every), every[-1].devices
-    enough = _enough(field, _fast_enough(bounds, every, ceiling), ceiling)
-    bounds.raised_to([ceiling if part.devices <= (enough or most) else 0 for part in every])
-    by_devices = [parts for parts in _fast_enough(bounds, every, ceiling) if parts[0].devices <= (enough or most)]
+    fast_enough, most = _fast_enough(field.bound(every), every, ceiling), every[-1].devices
+    enough = _enough(field, fast_enough, ceiling)
+    by_devices = [parts for parts in fast_enough if parts[0].devices <= (enough or most)]
     for parts in by_devices:
         if field.is_over:
             break
