@@ -18,6 +18,9 @@ what they offload; on several node groups also in whether their stage maps are s
       number, and is a multiple of the expert degree, so that every group holds all experts       -> _zeros()
 (D13) a sequence stays whole, or is cut into chunks, under the schedules for them               -> planner.search.chunks
 (D14) activations, states of the optimizer, both or nothing go to the host's memory         -> planner.search.offloading
+(D15) on several node groups, a model of more than 32 kinds of layers runs under gpipe and 1f1b, unless the job names
+      schedules: dealt layouts are bounded closely only once they are priced, kind by kind on every device, and the
+      proof would wait for that                                                                        -> _schedules()
 (D7)  the orders of a family's micro-batches                                              -> planner.search.orders
 """
 
@@ -32,6 +35,7 @@ from typing import NamedTuple
 from planner.cost import Workload
 from planner.cost.nearest import Split
 from planner.errors import UnsupportedError
+from planner.search.bounds import BOUNDED
 from planner.search.chunks import CHUNKS, Rows, chunks_of
 from planner.search.offloading import NOTHING, Offloading, offloadings_of, orders_offloading
 from planner.search.orders import (
@@ -50,6 +54,8 @@ from planner.spec.layout import Layout, RankOrder, ZeroStage
 
 Worth = Callable[[Split, int], bool]
 RECOMPUTE_WISHES = ("none", "selective", "full", "per-layer")
+_MOST_KINDS = 32
+"""Of layers, with which dealt layouts on several node groups are looked at unasked."""
 
 
 class Zero(NamedTuple):
@@ -154,7 +160,7 @@ class Space:
 
 
 def space_of(work: Workload, is_worth: Worth | None = None) -> Space:
-    """All layouts of a workload that the job's constraints permit: equations (D1) to (D14).
+    """All layouts of a workload that the job's constraints permit: equations (D1) to (D15).
 
     Args:
         work: what is to be laid out.
@@ -207,7 +213,7 @@ def check_constraints(job: Job) -> None:
 
 
 def families(work: Workload, constraints: dict[str, Constraint], is_worth: Worth | None = None) -> Iterator[Family]:
-    """Families by (D1) to (D14) that the constraints permit; see `space_of`."""
+    """Families by (D1) to (D15) that the constraints permit; see `space_of`."""
     for offloading in offloadings_of(work, constraints):
         yield from _families(work, constraints, offloading, is_worth)
 
@@ -216,7 +222,7 @@ def _families(
     work: Workload, constraints: dict[str, Constraint], offloading: Offloading, is_worth: Worth | None
 ) -> Iterator[Family]:
     whole = work.job.optimizer in WHOLE_PARAMETERS
-    schedules = schedules_of(constraints.get("schedule"))
+    schedules = _schedules(work, constraints.get("schedule"))
     wish = recompute_wish(constraints.get("recompute"))
     virtual = tuple(
         count
@@ -264,6 +270,15 @@ def _families(
                     )
                     if family.count and _permitted(family, constraints):
                         yield from _by_bounds(family) if work.groups else (family,)
+
+
+def _schedules(work: Workload, constraint: Constraint | None) -> tuple[str, ...]:
+    """That the constraint permits; without any, those of equation (D15)."""
+    permitted = schedules_of(constraint)
+    if constraint is not None or not work.groups:
+        return permitted
+    kinds = max((len(set(work.alike(rows))) for rows in work.sizes.values()), default=0)
+    return permitted if kinds <= _MOST_KINDS else BOUNDED
 
 
 def _by_bounds(family: Family) -> Iterator[Family]:
