@@ -94,6 +94,7 @@ class _Bounding:
         assert rows is not None, "cells of a family stand in one node group each"
         self.columns = dict.fromkeys(zip(rows, shares, strict=True))
         self.known: dict[_Column, Floats] = {}
+        self.told = _rows_told(work)
         self.within: dict[bool, list[Windows | None]] = {}
         """By schedule, is it gpipe, where the ranks of every column can start in any part."""
 
@@ -145,7 +146,9 @@ class _Bounding:
         bound = 0
         for column, ranks in loads.items():
             spread = Spread.of(ranks, column[1], _least_in_flight(column))
-            ticks, self.known[column] = spread.bound_and_rows(self.limit, self.known.get(column))
+            stands = tuple(id(self.work.groups[place]) for place in column[0])
+            ticks, rows = spread.bound_and_rows(self.limit, self.told.get(stands))
+            self.known[column] = self.told[stands] = rows
             bound = max(bound, ticks)
         return bound
 
@@ -179,6 +182,17 @@ class _Bounding:
         }
         known = {key: nearest[key[0]].with_exchanges(*key[1]) for several in keys.values() for key in several}
         return {column: [known[key] for key in several] for column, several in keys.items()}
+
+
+_latest: list[tuple[object, dict[tuple[int, ...], Floats]]] = []
+
+
+def _rows_told(work: Workload) -> dict[tuple[int, ...], Floats]:
+    """Weights and prices, (U2), by where the pipeline ranks of a column stand: those of the latest family often exclude
+    the next one. Kept for one request, whose arrangements of node groups share their rows."""
+    if not _latest or _latest[0][0] is not work.sizes:
+        _latest[:] = [(work.sizes, {})]
+    return _latest[0][1]
 
 
 _Column = tuple[tuple[int, ...], int]

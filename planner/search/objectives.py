@@ -51,6 +51,8 @@ _ROUNDING = 1e-12
 """Seconds of a deadline are no whole ticks in binary."""
 _CLEARLY_CHEAPER = 0.995
 """Than the plan that bounds are held to: worth to hold them to another."""
+_SECOND_DIVE = 50
+"""Pieces of several node groups taken up; what promises most then promises more truly."""
 _CLIMBED = 10_000
 """Pieces of a part taken up for a plan to beat; most parts are proven sooner."""
 
@@ -95,15 +97,19 @@ def _raced(field: Field, parts: Sequence[Part]) -> Contest:
     least = {part.groups: part_ticks(entered[0].work, part.groups) for part in others}
     known = [one.part for one in entered]
     waiting = sorted((part for part in others if part not in known), key=lambda part: least[part.groups])
+    until_dive = _SECOND_DIVE
     while waiting and not field.is_over:
         _hold_below(entered)
         bound, limit = min(map(_open_bound, entered)), entered[0].state.limit_ticks
         if least[waiting[0].groups] <= min(bound, limit - 1):
             entered.append(field.enter(waiting.pop(0)))
-        elif bound >= limit or not field.take_up(min(entered, key=_open_bound)):
+        elif bound >= limit or not field.take_up(one := min(entered, key=_open_bound)):
             break
         else:
             field.tell(_fastest_of(entered), bound)
+            until_dive -= 1
+            if until_dive == 0 and is_poor(one.state):
+                dive_on_groups(one.state)
     _hold_below(entered)
     winner = _first(field, entered)
     _hold_below(entered)
