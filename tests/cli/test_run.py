@@ -81,6 +81,7 @@ def test_options_reach_the_launcher(planner: Command, plan_path: Path, calls: li
         "keep": 2,
         "resume": True,
         "elastic": None,
+        "unfinished": None,
         "weights": "w.safetensors",
         "deterministic": True,
     }
