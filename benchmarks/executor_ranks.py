@@ -19,11 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.executor_model import LENGTH
 from planner.executor import Executor
-from planner.executor.data import load_dataset, local_part
+from planner.executor.checkpoint.materialise import materialise
 from planner.executor.executor import data_spec
-from planner.executor.loss import next_token
-from planner.executor.materialise import materialise
-from planner.executor.shares import share_of
+from planner.executor.parallel.shares import share_of
+from planner.executor.train.data import load_dataset, local_part
+from planner.executor.train.loss import next_token
 from planner.spec import Plan, read
 from profiler.measure_load import available_cores
 from profiler.models import ModelSource, load_model

@@ -38,9 +38,9 @@ from planner.fidelity.outcomes import outcomes
 from planner.fidelity.picture import Point, svg
 from planner.fidelity.remarks import Remarks, RowKey, read_remarks
 from planner.fidelity.rows import Dataset, read_runs
-from planner.search.bounds import BOUNDED, Totals, lower_bound, warm_ups
-from planner.search.segments import allowed_modes
-from planner.search.space import layouts
+from planner.search.bounds.layout import BOUNDED, Totals, lower_bound, warm_ups
+from planner.search.layouts.space import layouts
+from planner.search.stage_maps.segments import allowed_modes
 from planner.spec import Cluster, Job, Layout, NodeGroup
 from planner.spec.units import seconds
 from profiler.counted import counted_profile

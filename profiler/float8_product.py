@@ -87,8 +87,10 @@ class _Float8Product(torch.autograd.Function):
 
 
 def _is_wanted(context: Any, place: int) -> bool:
-    """Does the backward at hand lead to this argument? In one that is split (`planner.executor.split_backward`) I leads
-    to the input alone, W to the weight."""
+    """Does the backward at hand lead to this argument?
+
+    In one that is split (`planner.executor.pipeline.split_backward`) I leads to the input alone, W to the weight.
+    """
     if not context.needs_input_grad[place]:
         return False
     return bool(torch._C._will_engine_execute_node(context.next_functions[place][0]))

@@ -23,8 +23,8 @@ ROUNDS = 5
 
 
 def adam_8bit_seconds(shapes: Sequence[tuple[int, ...]]) -> float | None:
-    """One step over fp32 parameters of these shapes, as `planner.executor.adam_8bit` makes it: whole blocks of a tensor
-    in one call, what is left in another. None: torchao, whose update it is, is not installed."""
+    """One step over fp32 parameters of these shapes, as `planner.executor.train.adam_8bit` makes it: whole blocks of a
+    tensor in one call, what is left in another. None: torchao, whose update it is, is not installed."""
     if find_spec("torchao") is None:
         return None
     parts = (part for shape in shapes for part in _calls(prod(shape)))

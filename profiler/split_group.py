@@ -95,7 +95,7 @@ class GroupRanks:
     """A real group; see `profiler.split_tensor.Ranks`.
 
     Args:
-        sequence: with sequence parallelism: `planner.executor.sequence_parallel` enters regions.
+        sequence: with sequence parallelism: `planner.executor.parallel.sequence_parallel` enters regions.
     """
 
     def __init__(self, mesh: DeviceMesh, *, sequence: bool = False) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from planner.cost.mixed import fair_shares
 from planner.errors import LayoutError
 from planner.schedule import Schedule, build
-from planner.search.dealing import deal
+from planner.search.stage_maps.dealing import deal
 from planner.spec.cluster import Cluster
 from planner.spec.devices import domain_of
 from planner.spec.job import WHOLE_PARAMETERS, Job

@@ -13,9 +13,9 @@ from itertools import islice
 
 from planner.schedule import Schedule
 from planner.schedule.in_flight import in_flight_vectors
-from planner.search.dealing import deal
-from planner.search.dealt_recompute import in_parts
-from planner.search.recompute import Held, Kind, fewest_ticks
+from planner.search.stage_maps.dealing import deal
+from planner.search.stage_maps.dealt_recompute import in_parts
+from planner.search.stage_maps.recompute import Held, Kind, fewest_ticks
 from planner.spec.plan import RankMemory
 from planner.spec.profile import RecomputeMode
 from planner.validate.actions import parse

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from planner.errors import DocumentError, SpecError, UnsupportedError
+from planner.executor.checkpoint.materialise import materialise
 from planner.executor.dry_run import dry_run
-from planner.executor.failure import read_failure, write_failure
-from planner.executor.materialise import materialise
-from planner.executor.rank_module import merge
+from planner.executor.failures.failure import read_failure, write_failure
+from planner.executor.pipeline.rank_module import merge
+from planner.executor.pipeline.runtime import _LossShare
 from planner.executor.reference import train_reference
-from planner.executor.runtime import _LossShare
 from planner.search import plan
 from planner.spec import Cluster, Plan, parse
 from planner.spec.profile import RecomputeMode

@@ -1,6 +1,7 @@
 """What the agent of an elastic run starts on every device: ``python -m planner.cli.node_rank plan.json ...``
 
-The training itself is `planner.executor.node_rank`; here it gets its planner: this product's own search, or a service.
+The training itself is `planner.executor.elastic.node_rank`; here it gets its planner: this product's own search, or a
+service.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from multiprocessing import get_context
 from typing import TypeVar
 
 from planner.cli.replan import NodeReplanner, by_search, by_service
-from planner.executor.orphans import end_with_parent
-from planner.executor.roster import Roster
-from planner.executor.weigh import Rebalanced
+from planner.executor.elastic.roster import Roster
+from planner.executor.elastic.weigh import Rebalanced
+from planner.executor.failures.orphans import end_with_parent
 from planner.spec import Infeasible, Plan, read
 
 Answer = TypeVar("Answer")
@@ -40,23 +41,23 @@ class PlannerApart:
         return ProcessPoolExecutor(1, get_context("spawn"), _prepare, (self._path, self._address))
 
     def for_nodes(self, roster: Roster) -> Plan | Infeasible:
-        """See `planner.executor.nodes.NodePlanner`."""
+        """See `planner.executor.elastic.nodes.NodePlanner`."""
         return self._pool.submit(_answer, NodeReplanner.for_nodes, roster).result()
 
     def busy_seconds(self, plan: Plan) -> tuple[float, ...]:
-        """See `planner.executor.weigh.Rebalancer`."""
+        """See `planner.executor.elastic.weigh.Rebalancer`."""
         return self._pool.submit(_answer, NodeReplanner.busy_seconds, plan).result()
 
     def rebalance(self, plan: Plan, slowdown: Sequence[float]) -> Rebalanced | None:
-        """See `planner.executor.weigh.Rebalancer`."""
+        """See `planner.executor.elastic.weigh.Rebalancer`."""
         return self._pool.submit(_answer, NodeReplanner.rebalance, plan, tuple(slowdown)).result()
 
     def replica_seconds(self, plan: Plan) -> tuple[float, ...]:
-        """See `planner.executor.weigh.Rebalancer`."""
+        """See `planner.executor.elastic.weigh.Rebalancer`."""
         return self._pool.submit(_answer, NodeReplanner.replica_seconds, plan).result()
 
     def reshare(self, plan: Plan, slowdown: Sequence[float]) -> Rebalanced | None:
-        """See `planner.executor.weigh.Rebalancer`."""
+        """See `planner.executor.elastic.weigh.Rebalancer`."""
         return self._pool.submit(_answer, NodeReplanner.reshare, plan, tuple(slowdown)).result()
 
 
@@ -75,7 +76,7 @@ def _answer(question: Callable[..., Answer], *arguments: object) -> Answer:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Train on this rank's device until the run ends, or its nodes change."""
-    from planner.executor.node_rank import RankOptions, run_rank
+    from planner.executor.elastic.node_rank import RankOptions, run_rank
     from planner.executor.settings import RunSettings
 
     parser = argparse.ArgumentParser(description="Train one rank of an elastic run; its node's agent starts it.")

@@ -14,7 +14,7 @@ from functools import cache
 from itertools import chain, permutations, repeat
 
 from planner.errors import LayoutError
-from planner.executor.weigh import Rebalanced
+from planner.executor.elastic.weigh import Rebalanced
 from planner.spec import ModelProfile, Plan, PredictionLayout
 from planner.spec.devices import find_device
 from planner.spec.profile import Measurement

@@ -17,8 +17,8 @@ from planner.cli.rebalance import rebalanced
 from planner.cli.reshare import replica_seconds, reshared, stage_seconds
 from planner.cli.service import WAIT_SECONDS, exchange
 from planner.errors import PlannerError, RunError, UnsupportedError
-from planner.executor.roster import Roster, check_groups
-from planner.executor.weigh import Rebalanced
+from planner.executor.elastic.roster import Roster, check_groups
+from planner.executor.elastic.weigh import Rebalanced
 from planner.spec import Cluster, Forecast, Infeasible, Job, ModelProfile, NodeGroup, Options, Plan, parse
 
 SEARCH_SECONDS = 20.0
@@ -30,7 +30,7 @@ Search = Callable[[Cluster], Plan | Infeasible]
 
 
 class PlanRebalancer:
-    """Partitions and shares for ranks of unequal speed; see `planner.executor.weigh.Rebalancer`.
+    """Partitions and shares for ranks of unequal speed; see `planner.executor.elastic.weigh.Rebalancer`.
 
     Args:
         plan: that the run began with.
@@ -71,7 +71,7 @@ class PlanRebalancer:
 
 
 class Replanner(PlanRebalancer):
-    """Plans for what has become of the plan's one node; see `planner.executor.elastic.Planner`.
+    """Plans for what has become of the plan's one node; see `planner.executor.elastic.supervisor.Planner`.
 
     Fewer devices than there are may be faster, for a batch divides by 2 and not by 3: all numbers from half of them on
     are asked for, and still fewer only while nothing fits.
@@ -115,7 +115,7 @@ class Replanner(PlanRebalancer):
 
 
 class NodeReplanner(PlanRebalancer):
-    """Plans for the nodes that are there; see `planner.executor.nodes.NodePlanner`.
+    """Plans for the nodes that are there; see `planner.executor.elastic.nodes.NodePlanner`.
 
     Asked for are all of their devices, and parts of them: of nodes of one kind equal ones, so many nodes with so many
     devices each; of nodes of several kinds so many of every kind. Fewer may be faster, for a batch divides by 4 and not

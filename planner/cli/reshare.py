@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from planner.cli.rebalance import priced_rows, slowed
-from planner.executor.weigh import Rebalanced
+from planner.executor.elastic.weigh import Rebalanced
 from planner.spec import ModelProfile, Plan, PredictionLayout
 
 _TICKS = 1e9

@@ -22,7 +22,7 @@ from planner.cli.run_nodes import add_nodes, check_node_options, elastic_command
 from planner.cli.run_text import run_text
 from planner.cli.service import check_address, exchange
 from planner.errors import DocumentError, FinishedError, PlannerError, Problem, RunError
-from planner.executor.elastic import DEFAULT_COOLDOWN_SECONDS, DEFAULT_RESTARTS, ElasticPolicy
+from planner.executor.elastic.supervisor import DEFAULT_COOLDOWN_SECONDS, DEFAULT_RESTARTS, ElasticPolicy
 from planner.executor.settings import DEFAULT_GRACE_SECONDS, DEFAULT_KEEP
 from planner.spec import MeasuredRun, Plan, read
 from planner.spec.units import percent

@@ -11,8 +11,7 @@ from typing import Any
 from planner.cli.arguments import add_option, positive_int, positive_seconds, refuse
 from planner.cli.console import STDOUT, check_output, words
 from planner.errors import DocumentError
-from planner.executor.elastic import DEFAULT_RESTARTS
-from planner.executor.nodes import (
+from planner.executor.elastic.nodes import (
     DEFAULT_HEARTBEAT_SECONDS,
     DEFAULT_JOIN_SECONDS,
     DEFAULT_LAST_CALL_SECONDS,
@@ -20,7 +19,8 @@ from planner.executor.nodes import (
     elastic_folder,
     run_node,
 )
-from planner.executor.roster import ANY_GROUP, KnownPlans, group_of_node, kinds
+from planner.executor.elastic.roster import ANY_GROUP, KnownPlans, group_of_node, kinds
+from planner.executor.elastic.supervisor import DEFAULT_RESTARTS
 from planner.executor.settings import RunSettings
 from planner.spec import MeasuredRun, Plan
 

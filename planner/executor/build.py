@@ -13,26 +13,26 @@ import torch.distributed as dist
 from torch import nn
 
 from planner.errors import LayoutError, MismatchError, UnsupportedError
-from planner.executor.expert_parallel import check_experts, keep_share, share_experts
-from planner.executor.gradients import SharedCopy
-from planner.executor.loss import loss_of_pieces
-from planner.executor.materialise import Materialise, keep_all, materialise
-from planner.executor.mesh import Mesh
-from planner.executor.offload import ActivationOffload
-from planner.executor.optimizer import COMPUTE_DTYPE, Optimizer
-from planner.executor.pieces import StagePieces, pieces_of
-from planner.executor.rank_module import merge, tie
-from planner.executor.replicas import GradientReducer, Reducer
-from planner.executor.runtime import Loss, PipelineRuntime
-from planner.executor.scaling import LossScaler, scaler_for
-from planner.executor.sequence_parallel import read_once, sequence_plan, share_sequence
-from planner.executor.sharding import is_split, is_split_by_rows, shard_tensors
-from planner.executor.shares import share_of
-from planner.executor.stages import Boundaries, Boundary, TimedStage
-from planner.executor.streams import RandomStreams
+from planner.executor.checkpoint.materialise import Materialise, keep_all, materialise
+from planner.executor.parallel.expert_parallel import check_experts, keep_share, share_experts
+from planner.executor.parallel.gradients import SharedCopy
+from planner.executor.parallel.mesh import Mesh
+from planner.executor.parallel.replicas import GradientReducer, Reducer
+from planner.executor.parallel.sequence_parallel import read_once, sequence_plan, share_sequence
+from planner.executor.parallel.sharding import is_split, is_split_by_rows, shard_tensors
+from planner.executor.parallel.shares import share_of
+from planner.executor.parallel.zero import LayerParameters, ZeroShards, layers_of
+from planner.executor.pipeline.offload import ActivationOffload
+from planner.executor.pipeline.pieces import StagePieces, pieces_of
+from planner.executor.pipeline.rank_module import merge, tie
+from planner.executor.pipeline.runtime import Loss, PipelineRuntime
+from planner.executor.pipeline.stages import Boundaries, Boundary, TimedStage
+from planner.executor.pipeline.streams import RandomStreams
+from planner.executor.pipeline.timeline import Recorder
 from planner.executor.support import schedule_of
-from planner.executor.timeline import Recorder
-from planner.executor.zero import LayerParameters, ZeroShards, layers_of
+from planner.executor.train.loss import loss_of_pieces
+from planner.executor.train.optimizer import COMPUTE_DTYPE, Optimizer
+from planner.executor.train.scaling import LossScaler, scaler_for
 from planner.spec.plan import Plan, PlannedLayer
 from planner.spec.profile import RecomputeMode, SharedParameters
 from profiler import tensor_parallel

@@ -19,12 +19,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.executor.build import build_rank
+from planner.executor.checkpoint.materialise import without_values
 from planner.executor.executor import as_planned, check_model
-from planner.executor.loss import load_loss
-from planner.executor.materialise import without_values
-from planner.executor.mesh import build_mesh
+from planner.executor.parallel.mesh import build_mesh
 from planner.executor.report import rank_of
 from planner.executor.support import Grid, check_plan
+from planner.executor.train.loss import load_loss
 from planner.spec.measured import MeasuredRank
 from planner.spec.plan import Plan, RankMemory
 from profiler.measure_shard import fake_group

@@ -15,26 +15,26 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from planner.errors import DocumentError, MismatchError, RunError, UnsupportedError
 from planner.executor.build import boundaries, build_rank, stage_ranges
-from planner.executor.checkpoint import Checkpoints
-from planner.executor.checkpoint_folder import check_steps_left
-from planner.executor.data import DataSpec, has_own_targets, load_dataset
-from planner.executor.doing import now
-from planner.executor.loss import CountedTokens, load_loss, loss_of_pieces
-from planner.executor.materialise import materialise
-from planner.executor.memory import peak_bytes, reset_peak
-from planner.executor.mesh import build_mesh
-from planner.executor.metrics import Metrics
-from planner.executor.metrics_file import metrics_file
-from planner.executor.optimizer import COMPUTE_DTYPE
-from planner.executor.out_of_memory import telling_out_of_memory
-from planner.executor.pieces import pieces_of
+from planner.executor.checkpoint.checkpoints import Checkpoints
+from planner.executor.checkpoint.folder import check_steps_left
+from planner.executor.checkpoint.materialise import materialise
+from planner.executor.checkpoint.weights import Weights
+from planner.executor.failures.doing import now
+from planner.executor.failures.out_of_memory import telling_out_of_memory
+from planner.executor.failures.stopping import StopRequest
+from planner.executor.failures.unfinished import unfinished_run
+from planner.executor.parallel.mesh import build_mesh
+from planner.executor.pipeline.pieces import pieces_of
 from planner.executor.report import device_name, gather, rank_of
 from planner.executor.settings import DEFAULT_LEARNING_RATE, DEFAULT_TIMEOUT_SECONDS, CheckpointPolicy
-from planner.executor.stopping import StopRequest
 from planner.executor.support import check_plan, check_started, check_world
-from planner.executor.training import Trainer
-from planner.executor.unfinished import unfinished_run
-from planner.executor.weights import Weights
+from planner.executor.train.data import DataSpec, has_own_targets, load_dataset
+from planner.executor.train.loss import CountedTokens, load_loss, loss_of_pieces
+from planner.executor.train.memory import peak_bytes, reset_peak
+from planner.executor.train.metrics import Metrics
+from planner.executor.train.metrics_file import metrics_file
+from planner.executor.train.optimizer import COMPUTE_DTYPE
+from planner.executor.train.training import Trainer
 from planner.spec.document import read
 from planner.spec.measured import MeasuredRun, Segment
 from planner.spec.plan import Plan
@@ -57,7 +57,7 @@ class Executor:
     Args:
         plan: the plan, or its file.
         model: the model, or its reference (`profiler.models.load_model`).
-        data, loss: see `planner.executor.data.load_dataset` and `planner.executor.loss.load_loss`.
+        data, loss: see `planner.executor.train.data.load_dataset` and `planner.executor.train.loss.load_loss`.
         seed: of initial values, of dropout and of the order of samples.
         max_gradient_norm: clip the gradients' 2-norm, over the whole model.
         device: ``cpu`` or ``cuda``; None: CUDA when there is any.

@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planner.errors import DocumentError, LayoutError, PlannerError, RunError, StoppedError, UnsupportedError
-from planner.executor.checkpoint_folder import Trained, check_policy, refuse_finished, used_alone
-from planner.executor.elastic import Elastic, ElasticPolicy
-from planner.executor.failure import read_failure
+from planner.executor.checkpoint.folder import Trained, check_policy, refuse_finished, used_alone
+from planner.executor.elastic.supervisor import Elastic, ElasticPolicy
+from planner.executor.failures.failure import read_failure
+from planner.executor.failures.unfinished import why_of
 from planner.executor.settings import (
     DEFAULT_GRACE_SECONDS,
     RunSettings,
 )
 from planner.executor.support import check_plan
 from planner.executor.torchrun import RESUME, Log, Torchrun, grace, interpreter, passing_on, started, stoppable
-from planner.executor.unfinished import why_of
 from planner.spec.job import Precision
 from planner.spec.measured import MeasuredRun
 from planner.spec.plan import Plan

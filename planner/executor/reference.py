@@ -17,18 +17,18 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from planner.executor.data import Batch, Inputs, has_own_targets, load_dataset
+from planner.executor.checkpoint.materialise import materialise
+from planner.executor.checkpoint.weights import Weights
 from planner.executor.executor import as_planned, check_model, data_spec
-from planner.executor.failure import write_failure
-from planner.executor.loss import CountedTokens, load_loss
-from planner.executor.materialise import materialise
-from planner.executor.optimizer import COMPUTE_DTYPE, MASTER_COPY, hidden_of, make_optimizer
-from planner.executor.orphans import end_with_parent
-from planner.executor.runtime import Loss
+from planner.executor.failures.failure import write_failure
+from planner.executor.failures.orphans import end_with_parent
+from planner.executor.pipeline.runtime import Loss
+from planner.executor.pipeline.streams import RandomStreams
 from planner.executor.settings import DEFAULT_LEARNING_RATE, RunSettings
-from planner.executor.streams import RandomStreams
 from planner.executor.support import check_plan
-from planner.executor.weights import Weights
+from planner.executor.train.data import Batch, Inputs, has_own_targets, load_dataset
+from planner.executor.train.loss import CountedTokens, load_loss
+from planner.executor.train.optimizer import COMPUTE_DTYPE, MASTER_COPY, hidden_of, make_optimizer
 from planner.spec.document import read
 from planner.spec.job import Job
 from planner.spec.plan import Plan

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from planner.executor.exposed import exposed_seconds
-from planner.executor.mesh import Mesh
-from planner.executor.offload import ActivationOffload
-from planner.executor.optimizer import Optimizer
-from planner.executor.sharding import local
-from planner.executor.speed import speed_of, warm_up_steps
-from planner.executor.timeline import Span
+from planner.executor.parallel.mesh import Mesh
+from planner.executor.parallel.sharding import local
+from planner.executor.pipeline.exposed import exposed_seconds
+from planner.executor.pipeline.offload import ActivationOffload
+from planner.executor.pipeline.timeline import Span
+from planner.executor.train.optimizer import Optimizer
+from planner.executor.train.speed import speed_of, warm_up_steps
 from planner.spec.measured import MeasuredAction, MeasuredRank, MeasuredRun
 from planner.spec.plan import Plan
 

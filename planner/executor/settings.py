@@ -49,7 +49,7 @@ class RunSettings:
     """Reference of the model, see `profiler.models.load_model`."""
     steps: int = 20
     data: str = "stdlib"
-    """See `planner.executor.data.load_dataset`."""
+    """See `planner.executor.train.data.load_dataset`."""
     loss: str | None = None
     """``package.module:callable``; None: by what the model takes."""
     seed: int = 0

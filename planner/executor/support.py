@@ -12,7 +12,7 @@ from itertools import product
 from typing import get_args
 
 from planner.errors import LayoutError, UnsupportedError
-from planner.executor.shares import check_shares
+from planner.executor.parallel.shares import check_shares
 from planner.schedule import ActionKind, Requirement, Schedule, build, find, names, requirements
 from planner.spec.job import WHOLE_PARAMETERS
 from planner.spec.layout import RankOrder

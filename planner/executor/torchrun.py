@@ -16,10 +16,10 @@ from types import FrameType
 
 import planner
 from planner.errors import DocumentError, PlannerError, RunError, StoppedError
-from planner.executor.failure import LATE_NOTE, STOPPED_NOTE, killed_ranks, read_failure, read_stopped
-from planner.executor.metrics import Metrics
+from planner.executor.failures.failure import LATE_NOTE, STOPPED_NOTE, killed_ranks, read_failure, read_stopped
+from planner.executor.failures.unfinished import StepLog, unfinished_run
 from planner.executor.settings import RunSettings
-from planner.executor.unfinished import StepLog, unfinished_run
+from planner.executor.train.metrics import Metrics
 from planner.spec.document import read
 from planner.spec.measured import MeasuredRun
 from planner.spec.plan import Plan
@@ -207,7 +207,7 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.stdout.read()
         process.wait()
     except KeyboardInterrupt:
-        process.kill()  # its ranks end with it: see planner.executor.orphans
+        process.kill()  # its ranks end with it: see planner.executor.failures.orphans
         raise
 
 

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.errors import FinishedError
-from planner.executor.checkpoint_folder import final_path
-from planner.executor.doing import now
-from planner.executor.failure import STOPPED, write_failure, write_stopped, write_whole
-from planner.executor.last_words import last_words
-from planner.executor.metrics import Metrics
-from planner.executor.orphans import end_with_parent
+from planner.executor.checkpoint.folder import final_path
+from planner.executor.failures.doing import now
+from planner.executor.failures.failure import STOPPED, write_failure, write_stopped, write_whole
+from planner.executor.failures.last_words import last_words
+from planner.executor.failures.orphans import end_with_parent
+from planner.executor.failures.stopping import leaving_in_time
+from planner.executor.failures.unfinished import StepLog, why_of
 from planner.executor.settings import RunSettings
-from planner.executor.stopping import leaving_in_time
-from planner.executor.unfinished import StepLog, why_of
+from planner.executor.train.metrics import Metrics
 from planner.spec.measured import MeasuredRun
 from planner.spec.plan import Plan
 

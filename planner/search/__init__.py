@@ -1,6 +1,6 @@
 """Which layout wins, and the proof."""
 
-from planner.search.account import Account, RankAccount, StageAccount, account
+from planner.search.answer.account import Account, RankAccount, StageAccount, account
 from planner.search.given import plan_layout
 from planner.search.planning import make_request, plan, predict
 from planner.search.result import Callbacks, Progress

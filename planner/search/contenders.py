@@ -1,6 +1,6 @@
 """Parts of a cluster that compete for the best plan: who they are, what they share, and how it ends.
 
-What is known of the parts before their layouts are looked at (`planner.search.part_bounds`) raises the bounds of their
+What is known of the parts before their layouts are looked at (`planner.search.bounds.parts`) raises the bounds of their
 families; where some plan is known, families that surely do not beat it are not even made.
 """
 
@@ -14,13 +14,13 @@ from functools import cached_property
 
 from planner.cost import TICK_SECONDS, Workload, workload
 from planner.cost.workload import on_part, rearranged
-from planner.search.inside import NO_LIMIT
-from planner.search.order_classes import raise_bounds
-from planner.search.part_bounds import PartBounds
-from planner.search.parts import Part
+from planner.search.bounds.parts import PartBounds
+from planner.search.layouts.order_classes import raise_bounds
+from planner.search.layouts.parts import Part
+from planner.search.layouts.space import Family, Space, space_of
 from planner.search.result import Callbacks, Progress
 from planner.search.solve import advance, begin
-from planner.search.space import Family, Space, space_of
+from planner.search.stage_maps.inside import NO_LIMIT
 from planner.search.state import State
 from planner.spec.plan import PlanRequest, SearchReport
 from planner.spec.profile import ModelProfile

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from operator import itemgetter
 
 from planner.cost import layout_costs, schedule_of
-from planner.search.bounds import Totals, lower_bound, may_fit, warm_ups
-from planner.search.inside import first_plan
-from planner.search.loads import portions, priced_bound
+from planner.search.bounds.layout import Totals, lower_bound, may_fit, warm_ups
+from planner.search.bounds.loads import portions, priced_bound
+from planner.search.layouts.space import Family
 from planner.search.result import Candidate
-from planner.search.segments import choices
-from planner.search.space import Family
+from planner.search.stage_maps.inside import first_plan
+from planner.search.stage_maps.segments import choices
 from planner.search.state import State
 
 _LOOKED_AT = 16

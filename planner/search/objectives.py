@@ -31,17 +31,17 @@ from dataclasses import replace
 from itertools import groupby
 
 from planner.cost import TICK_SECONDS
+from planner.search.bounds.loads import part_ticks
+from planner.search.bounds.parts import PartBounds
 from planner.search.contenders import Contender, Contest, Field, contest_of, ticks_of
 from planner.search.dive import dive_on_groups, is_poor
-from planner.search.inside import NO_LIMIT
-from planner.search.loads import part_ticks
-from planner.search.offloading import check_offload_constraints
-from planner.search.order_classes import raise_bounds
-from planner.search.part_bounds import PartBounds
-from planner.search.parts import Part, arrangements, check_prices, parts_of, whole
+from planner.search.layouts.offloading import check_offload_constraints
+from planner.search.layouts.order_classes import raise_bounds
+from planner.search.layouts.parts import Part, arrangements, check_prices, parts_of, whole
+from planner.search.layouts.space import space_of
 from planner.search.result import Callbacks
 from planner.search.solve import advance, begin, dive, search
-from planner.search.space import space_of
+from planner.search.stage_maps.inside import NO_LIMIT
 from planner.spec.plan import PlanRequest
 from planner.spec.profile import ModelProfile
 

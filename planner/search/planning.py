@@ -20,12 +20,7 @@ from planner.cost import (
 )
 from planner.errors import LayoutError, MismatchError
 from planner.schedule import Requirement, Schedule, canonical_name, find, requirements
-from planner.search.bounds import BOUNDED
-from planner.search.contenders import Contest
-from planner.search.dealt import Uniform, ranks_of
-from planner.search.dealt_on_groups import uniform
-from planner.search.dealt_recompute import PerLayer, check_per_layer, fewest_modes
-from planner.search.explain import (
+from planner.search.answer.explain import (
     alternatives,
     explanation,
     misses,
@@ -35,21 +30,26 @@ from planner.search.explain import (
     sensitivity_text,
     with_recompute,
 )
-from planner.search.inside import LayoutSearch, solve_layout
-from planner.search.nearest import unfit
+from planner.search.answer.nearest import unfit
+from planner.search.answer.pareto import front
+from planner.search.answer.relaxations import BRIEF_WORK, FULL_WORK, relaxations, remedies
+from planner.search.answer.rivals import rivals
+from planner.search.answer.sensitivity import sensitivity
+from planner.search.bounds.layout import BOUNDED
+from planner.search.contenders import Contest
+from planner.search.layouts.offloading import NOTHING
+from planner.search.layouts.orders import SYNTHESIZED
+from planner.search.layouts.parts import token_price
+from planner.search.layouts.space import Space
+from planner.search.layouts.whole_sequences import check_pieces_of
 from planner.search.objectives import contest
-from planner.search.offloading import NOTHING
-from planner.search.orders import SYNTHESIZED
-from planner.search.pareto import front
-from planner.search.parts import token_price
-from planner.search.relaxations import BRIEF_WORK, FULL_WORK, relaxations, remedies
 from planner.search.result import Callbacks, Found, Limits, improved
-from planner.search.rivals import rivals
-from planner.search.segments import allowed_modes, uniform_modes
-from planner.search.sensitivity import sensitivity
-from planner.search.space import Space
-from planner.search.synthesized import Unordered, check_synthesis, given_order
-from planner.search.whole_sequences import check_pieces_of
+from planner.search.stage_maps.dealt import Uniform, ranks_of
+from planner.search.stage_maps.dealt_on_groups import uniform
+from planner.search.stage_maps.dealt_recompute import PerLayer, check_per_layer, fewest_modes
+from planner.search.stage_maps.inside import LayoutSearch, solve_layout
+from planner.search.stage_maps.segments import allowed_modes, uniform_modes
+from planner.search.stage_maps.synthesized import Unordered, check_synthesis, given_order
 from planner.spec.calibration import Constants
 from planner.spec.cluster import Cluster
 from planner.spec.document import digest
@@ -234,8 +234,8 @@ def predict(
 
     Without `layers_per_stage`, the stage map is the fastest for this layout that fits, else the fastest at all. With
     it, and ``per-layer`` recomputation, the same holds for what recomputes. Under schedules whose partition the search
-    does not look for (several stages per rank, split backwards), layers are dealt as `planner.search.dealt` says, and
-    recompute ``per-layer`` as `planner.search.dealt_recompute` says; the order that is ``synthesized`` for them is the
+    does not look for (several stages per rank, split backwards), layers are dealt as `stage_maps.dealt` says, and
+    recompute ``per-layer`` as `stage_maps.dealt_recompute` says; the order that is ``synthesized`` for them is the
     one that a search would find.
 
     Args:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from planner.cost import TICK_SECONDS, LayoutCosts, StageMap, Step
 from planner.schedule import Schedule
-from planner.search.parts import Part
+from planner.search.layouts.parts import Part
 from planner.spec.layout import Layout
 from planner.spec.plan import SearchReport
 

@@ -2,14 +2,14 @@
 
     (F1)  everything open has a lower bound that no stage map of any of its layouts beats: a family from the work of its
           layers alone, its layouts that share out states alike from their costs, a layout from its schedule, then from
-          its segments or its dealt stage map  -> planner.search.bounds, planner.search.paths, planner.search.dealt
+          segments or its dealt stage map                         -> bounds.layout, stage_maps.paths, stage_maps.dealt
     (F2)  always take up what has the least bound: open the family, bound the layout better, or, when that is done,
           solve it                                                                                -> _take_up()
     (F3)  once the least bound is no better than the incumbent, nothing open is: the incumbent is proven -> search()
     (F4)  lower bound of the space = least bound of what is not proven; gap = (step - bound) / step -> State.report()
 
     (F5)  of the ways to share out ZeRO's states those are left out that another one dominates
-                                                                                   -> planner.search.sharding
+                                                                           -> planner.search.layouts.sharding
 
     (F6)  before all that, a plan at once: the most even cut of a family that fits                   -> dive()
 
@@ -29,8 +29,17 @@ from dataclasses import replace
 from functools import lru_cache, partial
 
 from planner.cost import LayoutCosts, StageMap, Workload, choose, evaluate, layout_costs, schedule_of, stage_memory
-from planner.search.bounds import Totals, any_order_bound, lower_bound, may_fit, warm_ups
-from planner.search.dealt import (
+from planner.search.bounds.first_gradient import layout_first_gradients
+from planner.search.bounds.layout import Totals, any_order_bound, lower_bound, may_fit, warm_ups
+from planner.search.bounds.least_work import LeastWork, by_layer
+from planner.search.bounds.loads import portions, priced_bound
+from planner.search.bounds.steady_state import holding, steady_ticks
+from planner.search.bounds.whole_layers import family_ticks
+from planner.search.layouts.orders import SYNTHESIZED, Order
+from planner.search.layouts.sharding import worth_opening
+from planner.search.layouts.space import Family, Space, Zero
+from planner.search.result import Callbacks, Candidate
+from planner.search.stage_maps.dealt import (
     Uniform,
     layout_held,
     layout_schedule,
@@ -40,21 +49,12 @@ from planner.search.dealt import (
     traits_of,
     wholly_held,
 )
-from planner.search.dealt_on_groups import RankUniform, least_on_ranks, uniform
-from planner.search.dealt_recompute import PerLayer, fewest_modes
-from planner.search.first_gradient import layout_first_gradients
-from planner.search.inside import NO_LIMIT, Inside, LayoutSearch, Outcome, first_plan, limits_of
-from planner.search.least_work import LeastWork, by_layer
-from planner.search.loads import portions, priced_bound
-from planner.search.orders import SYNTHESIZED, Order
-from planner.search.result import Callbacks, Candidate
-from planner.search.segments import LayerModes, allowed_modes, choices, uniform_modes
-from planner.search.sharding import worth_opening
-from planner.search.space import Family, Space, Zero
+from planner.search.stage_maps.dealt_on_groups import RankUniform, least_on_ranks, uniform
+from planner.search.stage_maps.dealt_recompute import PerLayer, fewest_modes
+from planner.search.stage_maps.inside import NO_LIMIT, Inside, LayoutSearch, Outcome, first_plan, limits_of
+from planner.search.stage_maps.segments import LayerModes, allowed_modes, choices, uniform_modes
+from planner.search.stage_maps.synthesized import Unordered, first_bound, least_ticks, synthesized
 from planner.search.state import Alike, Dealt, DealtPerLayer, Group, Open, Searched, State
-from planner.search.steady_state import holding, steady_ticks
-from planner.search.synthesized import Unordered, first_bound, least_ticks, synthesized
-from planner.search.whole_layers import family_ticks
 from planner.spec.layout import Layout, RecomputeWord, ZeroStage
 from planner.spec.plan import Options
 

@@ -11,16 +11,16 @@ import time
 from dataclasses import dataclass, field, replace
 
 from planner.cost import TICK_SECONDS, LayoutCosts, StageMap, Workload
-from planner.search.bounds import Totals
-from planner.search.dealt import Uniform
-from planner.search.dealt_on_groups import RankUniform
-from planner.search.dealt_recompute import PerLayer
-from planner.search.inside import NO_LIMIT
-from planner.search.orders import Order, recompute_wish
+from planner.search.bounds.layout import Totals
+from planner.search.layouts.orders import Order, recompute_wish
+from planner.search.layouts.space import Family, Zero
 from planner.search.result import Callbacks, Candidate, Progress
-from planner.search.segments import LayerModes
-from planner.search.space import Family, Zero
-from planner.search.synthesized import SEARCH_WORK, Unordered
+from planner.search.stage_maps.dealt import Uniform
+from planner.search.stage_maps.dealt_on_groups import RankUniform
+from planner.search.stage_maps.dealt_recompute import PerLayer
+from planner.search.stage_maps.inside import NO_LIMIT
+from planner.search.stage_maps.segments import LayerModes
+from planner.search.stage_maps.synthesized import SEARCH_WORK, Unordered
 from planner.spec.layout import Layout, RankOrder
 from planner.spec.plan import SearchReport
 

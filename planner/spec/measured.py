@@ -94,7 +94,7 @@ class MeasuredRun(Document):
     """Of the same step: how long each of these actions waited, before it began, for the tensor of another rank; and
     `SENDS`, after the last one. What is seen of transfers where they are received; it may begin before they do."""
     warnings: tuple[str, ...] = ()
-    """Loss spikes, in words: see `planner.executor.spikes`."""
+    """Loss spikes, in words: see `planner.executor.train.spikes`."""
     segments: tuple[Segment, ...] = ()
     """Of an elastic run: what the launches before the last one trained; steps after a checkpoint were trained twice."""
     decisions: tuple[Decision, ...] = ()

@@ -17,9 +17,9 @@ Trillion Parameter Models", section 3.1; fp8 keeps what bf16-mixed keeps and cas
 (torchao's float8 training; Micikevicius et al. 2022, "FP8 Formats for Deep Learning"); Shazeer, Stern 2018,
 "Adafactor"; Jordan et al. 2024, "Muon"; Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", with the
 blocks of torchao and bitsandbytes, which keep small tensors in fp32: the executor's optimizer does not. (2) is what
-`torch.optim` keeps, but for one step counter per tensor; and what `planner.executor.adam_8bit` keeps, but for up to two
-blocks more per tensor or ZeRO's part of one. ZeRO shards the terms one after the other, which is the cost model's
-business.
+`torch.optim` keeps, but for one step counter per tensor; and what `planner.executor.train.adam_8bit` keeps, but for up
+to two blocks more per tensor or ZeRO's part of one. ZeRO shards the terms one after the other, which is the cost
+model's business.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import pytest
 from api.settings import Settings
 from planner.cli.replan import NodeReplanner, Replanner, by_search, by_service, discovered_by
 from planner.errors import DocumentError, RunError, UnsupportedError
-from planner.executor.roster import Roster
+from planner.executor.elastic.roster import Roster
 from planner.spec import Cluster, Infeasible, NodeGroup, Plan, read
 from planner.spec.cluster import DeviceSpec
 from tests.api.live import running

@@ -10,7 +10,7 @@ import pytest
 
 from api.settings import Settings
 from planner.cli.run_text import run_text
-from planner.executor.failure import read_stopped, write_stopped
+from planner.executor.failures.failure import read_stopped, write_stopped
 from planner.spec import MeasuredRun, Plan, read
 from planner.spec.measured import MeasuredRank
 from tests.api.live import running

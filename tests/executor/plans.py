@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from planner import __version__
-from planner.executor.loss import next_token
+from planner.executor.train.loss import next_token
 from planner.schedule import Schedule, build
 from planner.spec import Cluster, Job, Layout, NodeGroup, Plan, PlanRequest, Prediction
 from planner.spec.cluster import DeviceSpec

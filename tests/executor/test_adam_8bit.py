@@ -16,9 +16,9 @@ from torchao.optim.adam import single_param_adam
 from torchao.optim.quant_utils import create_dynamic_map
 
 from planner.errors import UnsupportedError
-from planner.executor import adam_8bit
-from planner.executor.adam_8bit import SCALE, SIGNED, Adam8bit, blocks, dequantize, quantize, runs
 from planner.executor.support import check_plan
+from planner.executor.train import adam_8bit
+from planner.executor.train.adam_8bit import SCALE, SIGNED, Adam8bit, blocks, dequantize, quantize, runs
 from planner.spec.recipes import QUANTIZED_BLOCK, ParameterCount, recipe
 from profiler import low_bit
 from tests.executor.plans import make_plan

@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 
 from planner.errors import RunError
-from planner.executor import Executor, generators
-from planner.executor.checkpoint_folder import MANIFEST
-from planner.executor.loss import next_token
+from planner.executor import Executor
+from planner.executor.checkpoint import generators
+from planner.executor.checkpoint.folder import MANIFEST
+from planner.executor.failures.stopping import StopRequest
 from planner.executor.settings import CheckpointPolicy
-from planner.executor.stopping import StopRequest
+from planner.executor.train.loss import next_token
 from planner.spec import MeasuredRun
 from profiler.models import ModelSource
 from tests.executor.plans import make_plan, source_of
@@ -191,7 +192,7 @@ def test_what_cannot_be_written_is_told(gpt2: ModelSource, tmp_path: Path, monke
     def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("planner.executor.checkpoint.publish", full)
+    monkeypatch.setattr("planner.executor.checkpoint.checkpoints.publish", full)
     with pytest.raises(RunError, match=r"(?s)checkpoint of step 2 could not be written.*No space left"):
         _train(gpt2, 2, CheckpointPolicy(directory=tmp_path / "kept"))
     assert [path.name for path in (tmp_path / "kept").iterdir()] == [".step-00000002.partial"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from planner.errors import DocumentError, MismatchError, RunError
-from planner.executor.checkpoint_folder import (
+from planner.executor.checkpoint.folder import (
     MANIFEST,
     Manifest,
     Trained,

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.errors import DocumentError, UnsupportedError
-from planner.executor.data import DataSpec, load_dataset, local_part
-from planner.executor.loss import next_token
-from planner.executor.shares import Share
+from planner.executor.parallel.shares import Share
+from planner.executor.train.data import DataSpec, load_dataset, local_part
+from planner.executor.train.loss import next_token
 from profiler.callables import load_callable
 
 TOKENS = DataSpec(input_kind="tokens", sequence_length=8, vocabulary_size=256, sample_shape=(), classes=256)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from planner.executor.drift import LOOK_STEPS, WARM_UP_STEPS, DriftWatch, Estimate, look_at
+from planner.executor.elastic.drift import LOOK_STEPS, WARM_UP_STEPS, DriftWatch, Estimate, look_at
 
 PREDICTED = (1.0, 2.0, 1.0, 4.0)
 STEPS = 200

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from planner.errors import DocumentError, RunError, StoppedError, UnsupportedError
-from planner.executor import elastic
-from planner.executor.elastic import Devices, Elastic, ElasticPolicy
-from planner.executor.failure import killed_ranks
-from planner.executor.metrics import Metrics
+from planner.executor.elastic import supervisor as elastic
+from planner.executor.elastic.supervisor import Devices, Elastic, ElasticPolicy
+from planner.executor.elastic.weigh import Rebalanced
+from planner.executor.failures.failure import killed_ranks
 from planner.executor.settings import RunSettings
 from planner.executor.torchrun import Ended, visible
-from planner.executor.weigh import Rebalanced
+from planner.executor.train.metrics import Metrics
 from planner.spec import Infeasible, MeasuredRun, Plan
 from tests.executor.plans import make_plan
 
@@ -218,7 +218,7 @@ def test_stays_where_a_move_takes_longer(
 ) -> None:
     """The figures of both stand in the report."""
     clock = iter(range(0, 10**9, 1000))
-    monkeypatch.setattr("planner.executor.elastic.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("planner.executor.elastic.supervisor.time.monotonic", lambda: next(clock))
     there = [(0, 1), (0,), (0,), (0, 1)]
     run, script = train(
         (1, KILLED), (STEPS, measured(0)), discover=lambda: there.pop(0) if len(there) > 1 else there[0]

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from planner.errors import DocumentError, LayoutError, MismatchError, RunError, ScheduleError, UnsupportedError
 from planner.executor import Executor
-from planner.executor.loss import next_token
 from planner.executor.reference import train_reference
-from planner.executor.scaling import INITIAL_SCALE
+from planner.executor.train.loss import next_token
+from planner.executor.train.scaling import INITIAL_SCALE
 from planner.spec import LayerProfile, Measurement, ModelProfile, Plan
 from planner.spec.job import Precision
 from planner.spec.recipes import ParameterCount, recipe

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from planner.errors import LayoutError, UnsupportedError
+from planner.executor.checkpoint.materialise import materialise
 from planner.executor.dry_run import dry_run
-from planner.executor.expert_parallel import check_experts
-from planner.executor.materialise import materialise
+from planner.executor.parallel.expert_parallel import check_experts
 from profiler.expert_parallel import Routes, experts_of, local_share, share_out
 from tests.executor.plans import make_plan, source_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.executor.exposed import exposed_seconds
+from planner.executor.pipeline.exposed import exposed_seconds
 from planner.spec.measured import MeasuredAction
 from tests.executor.plans import make_plan
 

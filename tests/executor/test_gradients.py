@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import HashStore
 
-from planner.executor.gradients import any_overflow, clip_factor, total_norm
-from planner.executor.mesh import Mesh, build_mesh
+from planner.executor.parallel.gradients import any_overflow, clip_factor, total_norm
+from planner.executor.parallel.mesh import Mesh, build_mesh
 from planner.executor.support import Grid
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.distributed.pipelining.schedules import _Action
 
-from planner.executor.hang import awaited, is_timeout, where
+from planner.executor.failures.hang import awaited, is_timeout, where
 
 PHASE = "in the sum of the loss"
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.errors import DocumentError, LayoutError, MismatchError, PlannerError, RunError, UnsupportedError
-from planner.executor import doing, last_words
-from planner.executor.failure import crash_path, doing_path, read_failure, write_failure
+from planner.executor.failures import doing, last_words
+from planner.executor.failures.failure import crash_path, doing_path, read_failure, write_failure
 from planner.executor.launch import node_commands, nodes, run_plan
 from planner.executor.settings import RunSettings
 from planner.spec import Cluster, Plan

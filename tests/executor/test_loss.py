@@ -7,7 +7,8 @@ import torch
 from torch.nn import functional
 
 from planner.errors import DocumentError, UnsupportedError
-from planner.executor.loss import (
+from planner.executor.pipeline.pieces import TokenTargets
+from planner.executor.train.loss import (
     CountedTokens,
     classification,
     load_loss,
@@ -15,7 +16,6 @@ from planner.executor.loss import (
     next_token,
     next_token_of_piece,
 )
-from planner.executor.pieces import TokenTargets
 from profiler.sequence import Pieces
 from tests.executor.plans import masked
 

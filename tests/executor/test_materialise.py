@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from planner.errors import UnsupportedError
-from planner.executor.materialise import materialise
+from planner.executor.checkpoint.materialise import materialise
 from profiler.models import ModelSource
 from tests.executor.plans import CONFIGS, source_of
 

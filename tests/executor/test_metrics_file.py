@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from planner.errors import RunError
-from planner.executor.metrics import Metrics
-from planner.executor.metrics_file import metrics_file
+from planner.executor.train.metrics import Metrics
+from planner.executor.train.metrics_file import metrics_file
 
 LINE = Metrics(0, 1.0, 1.0, 1.0)
 

@@ -19,19 +19,19 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from planner.errors import DocumentError, MismatchError, PlannerError, RunError
-from planner.executor import agreement as agreement_module
-from planner.executor import doing
-from planner.executor.agent import explain
-from planner.executor.agreement import Agreement
-from planner.executor.journal import Journal
-from planner.executor.metrics import Metrics
-from planner.executor.node_rank import has_lost_others
-from planner.executor.nodes import NodesPolicy, elastic_folder
-from planner.executor.pilot import Moments, Pilot
-from planner.executor.rendezvous import Board, GatedRendezvous, endpoint, make_rendezvous
-from planner.executor.roster import ANY_GROUP, KnownPlans, Roster, group_of_node, seats
+from planner.executor.elastic import agreement as agreement_module
+from planner.executor.elastic.agent import explain
+from planner.executor.elastic.agreement import Agreement
+from planner.executor.elastic.journal import Journal
+from planner.executor.elastic.node_rank import has_lost_others
+from planner.executor.elastic.nodes import NodesPolicy, elastic_folder
+from planner.executor.elastic.pilot import Moments, Pilot
+from planner.executor.elastic.rendezvous import Board, GatedRendezvous, endpoint, make_rendezvous
+from planner.executor.elastic.roster import ANY_GROUP, KnownPlans, Roster, group_of_node, seats
+from planner.executor.elastic.weigh import Pace, Rebalanced
+from planner.executor.failures import doing
 from planner.executor.settings import RunSettings
-from planner.executor.weigh import Pace, Rebalanced
+from planner.executor.train.metrics import Metrics
 from planner.spec import Infeasible, Plan
 from planner.spec.cluster import DeviceSpec
 from tests.executor.plans import make_plan
@@ -255,7 +255,7 @@ def train(pilot: Pilot, until: int, *, first: int = 0, busy: tuple[float, ...] =
 
 def test_a_run_grows_at_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not when the node comes, but after the fourth step from then on; its plan is kept for the next round."""
-    monkeypatch.setattr("planner.executor.pilot.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("planner.executor.elastic.pilot.LOOK_SECONDS", 0.0)
     planner, waiting = Planner(), list[tuple[int, ...]]([()])
     pilot, journal = pilot_of(tmp_path, planner, waiting)
     assert train(pilot, 5) == 5
@@ -273,7 +273,7 @@ def test_a_run_grows_at_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_run_stays_where_nothing_is_gained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Told once; and a node that has gone before the answer comes is not waited for."""
-    monkeypatch.setattr("planner.executor.pilot.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("planner.executor.elastic.pilot.LOOK_SECONDS", 0.0)
     pilot, journal = pilot_of(tmp_path, Planner(refuses=True), [(1,)])
     assert train(pilot, 20) == 20
     (stayed,) = journal.decisions()

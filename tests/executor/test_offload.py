@@ -18,10 +18,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from planner.errors import LayoutError, UnsupportedError
 from planner.executor import Executor
 from planner.executor.dry_run import DryRank, dry_run
-from planner.executor.offload import SMALLEST_BYTES, ActivationOffload
-from planner.executor.optimizer import MASTER, Optimizer
+from planner.executor.pipeline.offload import SMALLEST_BYTES, ActivationOffload
 from planner.executor.settings import CheckpointPolicy
 from planner.executor.support import check_plan
+from planner.executor.train.optimizer import MASTER, Optimizer
 from planner.search import make_request, plan_layout
 from planner.spec import Cluster, Job, MeasuredRun, NodeGroup, Plan
 from planner.spec.cluster import DeviceSpec

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from planner.errors import UnsupportedError
-from planner.executor.optimizer import Optimizer, make_optimizer
+from planner.executor.train.optimizer import Optimizer, make_optimizer
 from planner.spec.job import OptimizerName, Precision
 from planner.spec.recipes import ParameterCount, recipe
 

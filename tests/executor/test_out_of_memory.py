@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from planner.errors import RunError
-from planner.executor import Executor, offload
-from planner.executor.memory import HostMemoryError, allocator_error
-from planner.executor.offload import host_like
-from planner.executor.out_of_memory import asked_bytes, next_that_fits, ran_out
+from planner.executor import Executor
+from planner.executor.failures.out_of_memory import asked_bytes, next_that_fits, ran_out
+from planner.executor.pipeline import offload
+from planner.executor.pipeline.offload import host_like
+from planner.executor.train.memory import HostMemoryError, allocator_error
 from planner.spec import Layout, Plan
 from planner.spec.plan import Alternative, RankMemory
 from planner.spec.words import gibibytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from planner.executor.rank_module import merge, tie
+from planner.executor.pipeline.rank_module import merge, tie
 from tests.executor.plans import source_of
 
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import HashStore
 
-from planner.executor import replicas
-from planner.executor.replicas import GradientReducer
+from planner.executor.parallel import replicas
+from planner.executor.parallel.replicas import GradientReducer
 
 
 @pytest.fixture

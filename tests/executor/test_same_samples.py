@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from planner.errors import DocumentError
-from planner.executor import same_samples
-from planner.executor.data import Batch
+from planner.executor.parallel import same_samples
+from planner.executor.train.data import Batch
 
 FIRST, SECOND = (0, 2), (2, 4)
 """Numbers of two replicas' samples."""
@@ -25,7 +25,7 @@ def _compare(
 ) -> None:
     """On one of the ranks that have read this."""
     mesh, rows = cast("Any", SimpleNamespace(grid=SimpleNamespace(size=len(read)))), list[Any]()
-    gather = "planner.executor.same_samples.dist.all_gather_object"
+    gather = "planner.executor.parallel.same_samples.dist.all_gather_object"
     monkeypatch.setattr(gather, lambda told, mine: rows.append(mine))
     for numbers, batch in read:
         same_samples.refuse_unlike(batch, mesh, numbers)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.errors import RunError
-from planner.executor import scaling
-from planner.executor.scaling import INITIAL_SCALE, MAXIMUM_SCALE, LossScaler, scaler_for
+from planner.executor.train import scaling
+from planner.executor.train.scaling import INITIAL_SCALE, MAXIMUM_SCALE, LossScaler, scaler_for
 
 
 def _torch_scales(overflows: list[bool]) -> list[float]:

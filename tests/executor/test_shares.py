@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.errors import LayoutError, UnsupportedError
-from planner.executor.shares import ONE_STAGE_SCHEDULES, Share, share_of
+from planner.executor.parallel.shares import ONE_STAGE_SCHEDULES, Share, share_of
 from planner.executor.support import check_plan
 from planner.schedule import build
 from planner.spec import Cluster

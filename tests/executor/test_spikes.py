@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from planner.executor.spikes import LEAST, SpikeWatch
+from planner.executor.train.spikes import LEAST, SpikeWatch
 
 
 def spikes(losses: list[float]) -> list[int]:

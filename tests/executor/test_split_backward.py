@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from planner.executor.split_backward import backward_input
+from planner.executor.pipeline.split_backward import backward_input
 from planner.schedule.actions import without_collection
 
 Stage = Callable[..., Sequence[torch.Tensor]]

@@ -13,8 +13,8 @@ import pytest
 from torch.distributed import DistStoreError, HashStore  # type: ignore[attr-defined]
 
 from planner.errors import StoppedError
-from planner.executor.failure import read_late, read_stopped, write_late, write_stopped
-from planner.executor.stopping import StopRequest
+from planner.executor.failures.failure import read_late, read_stopped, write_late, write_stopped
+from planner.executor.failures.stopping import StopRequest
 
 GRACE_SECONDS, HANGING_SECONDS = 0.5, 2.5
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from planner.executor.stored_pieces import StoredPiece, boxes
+from planner.executor.checkpoint.stored_pieces import StoredPiece, boxes
 
 
 @st.composite

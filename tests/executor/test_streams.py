@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from planner.executor.streams import RandomStreams
+from planner.executor.pipeline.streams import RandomStreams
 
 
 def _run(model: nn.Module, streams: RandomStreams, step: int, micro_batch: int) -> torch.Tensor:

@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
-from planner.executor import timeline
-from planner.executor.timeline import Recorder, Span
+from planner.executor.pipeline import timeline
+from planner.executor.pipeline.timeline import Recorder, Span
 
 
 @pytest.fixture

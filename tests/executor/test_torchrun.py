@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from planner.errors import StoppedError
-from planner.executor.metrics import Metrics
 from planner.executor.settings import RunSettings
 from planner.executor.torchrun import Torchrun, environment, interpreter, passing_on, started, stoppable, visible
+from planner.executor.train.metrics import Metrics
 from tests.executor.plans import make_plan
 
 LEAVES_SLOWLY = """
@@ -29,8 +29,8 @@ time.sleep(60)
 """
 RANK = """
 import subprocess, sys, time
-code = "from planner.executor.orphans import end_with_parent as begin; import time; begin(); print(flush=True); "
-code += "time.sleep(60)"
+code = "from planner.executor.failures.orphans import end_with_parent as begin; import time; begin(); "
+code += "print(flush=True); time.sleep(60)"
 print(subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE).stdout.readline())
 sys.stdout.flush()
 time.sleep(60)

@@ -13,9 +13,9 @@ from safetensors.torch import save_file, save_model
 
 from planner.errors import DocumentError, MismatchError
 from planner.executor import Executor
-from planner.executor.expert_parallel import keep_share
+from planner.executor.checkpoint.weights import Weights
+from planner.executor.parallel.expert_parallel import keep_share
 from planner.executor.reference import train_reference
-from planner.executor.weights import Weights
 from profiler.models import ModelSource
 from tests.executor.plans import make_plan, source_of
 

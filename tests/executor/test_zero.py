@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import HashStore
 
-from planner.executor.flat import Unit
-from planner.executor.gathered import HELD_LAYERS
-from planner.executor.mesh import Sharers
-from planner.executor.zero import LayerParameters, ZeroShards
+from planner.executor.parallel.flat import Unit
+from planner.executor.parallel.gathered import HELD_LAYERS
+from planner.executor.parallel.mesh import Sharers
+from planner.executor.parallel.zero import LayerParameters, ZeroShards
 from profiler.recompute import recompute
 
 LAYERS = 5

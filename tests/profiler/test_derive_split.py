@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from planner.executor.sharding import local
+from planner.executor.parallel.sharding import local
 from planner.spec.profile import Measurement
 from profiler import tensor_parallel
 from profiler.count import count

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from planner.errors import DocumentError, UnsupportedError
-from planner.executor.expert_parallel import keep_share, share_experts
-from planner.executor.mesh import build_mesh
+from planner.executor.parallel.expert_parallel import keep_share, share_experts
+from planner.executor.parallel.mesh import build_mesh
 from planner.executor.support import Grid
 from profiler.count import Counter, count, profile
 from profiler.counted import counted_profile

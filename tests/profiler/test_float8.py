@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.cost.fp8 import told_fp8
 from planner.errors import SpecError, UnsupportedError
-from planner.executor.split_backward import backward_input
+from planner.executor.pipeline.split_backward import backward_input
 from planner.spec.fp8 import DYNAMIC, Operand
 from profiler import float8_product as float8_product_module
 from profiler import low_bit, measure

@@ -8,7 +8,7 @@ from statistics import median
 import pytest
 import torch
 
-from planner.executor.adam_8bit import Adam8bit
+from planner.executor.train.adam_8bit import Adam8bit
 from profiler import measure_low_bit
 from profiler.measure_low_bit import SAMPLE, adam_8bit_seconds
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner.executor.sequence_parallel import read_once, sequence_plan, share_sequence
-from planner.executor.sharding import shard_tensors
+from planner.executor.parallel.sequence_parallel import read_once, sequence_plan, share_sequence
+from planner.executor.parallel.sharding import shard_tensors
 from profiler import tensor_parallel
 from profiler.count import count, profile
 from profiler.lower_right import use_lower_right

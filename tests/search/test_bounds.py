@@ -9,8 +9,8 @@ import pytest
 from planner.cost import layout_costs, workload
 from planner.errors import UnsupportedError
 from planner.schedule import ActionKind, build, in_flight_per_stage, names
-from planner.search.bounds import BOUNDED, Totals, any_order_bound, lower_bound, warm_ups
-from planner.search.segments import allowed_modes
+from planner.search.bounds.layout import BOUNDED, Totals, any_order_bound, lower_bound, warm_ups
+from planner.search.stage_maps.segments import allowed_modes
 from planner.spec.layout import Layout
 from tests.builders import cluster, job, layer, profile
 

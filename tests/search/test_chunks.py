@@ -9,8 +9,8 @@ import pytest
 from planner.cost import workload
 from planner.errors import UnsupportedError
 from planner.search import plan, predict
-from planner.search.chunks import CHUNKED
-from planner.search.space import layouts
+from planner.search.layouts.chunks import CHUNKED
+from planner.search.layouts.space import layouts
 from planner.spec import Layout, ModelProfile, Plan, PredictionLayout
 from planner.spec.profile import LayerProfile
 from planner.validate import check

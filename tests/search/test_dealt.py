@@ -14,18 +14,18 @@ from planner.cost import choose, evaluate, layout_costs, workload
 from planner.errors import LayoutError
 from planner.schedule import ActionKind, build, find
 from planner.schedule.in_flight import in_flight_vectors
-from planner.search.bounds import Totals, any_order_bound
-from planner.search.dealing import balanced, deal, deal_among, even_sizes
-from planner.search.dealt import (
+from planner.search.bounds.layout import Totals, any_order_bound
+from planner.search.layouts.orders import DEALT
+from planner.search.layouts.space import layouts
+from planner.search.stage_maps.dealing import balanced, deal, deal_among, even_sizes
+from planner.search.stage_maps.dealt import (
     Uniform,
     layout_schedule,
     layout_traits,
     ranks_of,
     traits_of,
 )
-from planner.search.orders import DEALT
-from planner.search.segments import uniform_modes
-from planner.search.space import layouts
+from planner.search.stage_maps.segments import uniform_modes
 from tests.strategies import Instance, instances
 
 WORK = st.lists(st.integers(1, 30), min_size=2, max_size=9)

@@ -12,12 +12,12 @@ from planner.cost.workload import workload
 from planner.errors import UnsupportedError
 from planner.executor.support import check_plan
 from planner.search import plan, predict
-from planner.search.dealt import layout_schedule, layout_traits, ranks_of
-from planner.search.dealt_on_groups import least_on_ranks, uniform
-from planner.search.orders import DEALT
-from planner.search.segments import uniform_modes
-from planner.search.standing import Speeds
-from planner.search.steady_state import steady_ticks
+from planner.search.bounds.steady_state import steady_ticks
+from planner.search.layouts.orders import DEALT
+from planner.search.layouts.standing import Speeds
+from planner.search.stage_maps.dealt import layout_schedule, layout_traits, ranks_of
+from planner.search.stage_maps.dealt_on_groups import least_on_ranks, uniform
+from planner.search.stage_maps.segments import uniform_modes
 from planner.spec import Cluster, Infeasible, Job, ModelProfile, Plan
 from planner.spec.layout import Layout, PredictionLayout
 from planner.spec.plan import Forecast

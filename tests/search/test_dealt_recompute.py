@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from planner.cost import choose, evaluate, layout_costs, stage_memory, workload
 from planner.errors import UnsupportedError
 from planner.search import plan, predict
-from planner.search.bounds import Totals, any_order_bound
-from planner.search.dealt import layout_held, layout_schedule, layout_traits, ranks_of
-from planner.search.dealt_recompute import PerLayer, fewest_modes, in_parts
-from planner.search.first_gradient import layout_first_gradients
-from planner.search.recompute import Held, fewest_ticks
-from planner.search.segments import allowed_modes
-from planner.search.space import layouts
+from planner.search.bounds.first_gradient import layout_first_gradients
+from planner.search.bounds.layout import Totals, any_order_bound
+from planner.search.layouts.space import layouts
+from planner.search.stage_maps.dealt import layout_held, layout_schedule, layout_traits, ranks_of
+from planner.search.stage_maps.dealt_recompute import PerLayer, fewest_modes, in_parts
+from planner.search.stage_maps.recompute import Held, fewest_ticks
+from planner.search.stage_maps.segments import allowed_modes
 from planner.spec import Plan
 from planner.spec.layout import PredictionLayout
 from planner.validate import check

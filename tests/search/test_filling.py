@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from planner.cost import RECEIVE_BUFFERS
 from planner.schedule import Durations, build, simulate
-from planner.search.filling import Filling
-from planner.search.spread import RankLoad, Spread
+from planner.search.bounds.filling import Filling
+from planner.search.bounds.spread import RankLoad, Spread
 
 _LAYERS, _MODES = 5, 2
 _NO_LIMIT = 2**53

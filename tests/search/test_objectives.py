@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from planner.errors import DocumentError, UnsupportedError
 from planner.search import Callbacks, Progress, objectives, plan
-from planner.search.parts import parts_of, token_price
+from planner.search.layouts.parts import parts_of, token_price
 from planner.spec import Cluster, Infeasible, Job, ModelProfile, NodeGroup, Plan
 from planner.spec.job import Objective
 from planner.validate import check

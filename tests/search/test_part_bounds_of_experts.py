@@ -8,10 +8,10 @@ import pytest
 
 from planner.cost import TICK_SECONDS, workload
 from planner.search import predict
-from planner.search.order_classes import class_of
-from planner.search.orders import Order
-from planner.search.part_bounds import PartBounds
-from planner.search.parts import parts_of
+from planner.search.bounds.parts import PartBounds
+from planner.search.layouts.order_classes import class_of
+from planner.search.layouts.orders import Order
+from planner.search.layouts.parts import parts_of
 from planner.spec import Cluster, Job, ModelProfile, NodeGroup
 from planner.spec.layout import PredictionLayout, RecomputeWord, ZeroStage
 from profiler.counted import counted_profile

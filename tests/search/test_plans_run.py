@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from planner.cost import workload
 from planner.executor.support import check_plan
 from planner.search import plan
-from planner.search.chunks import CHUNKED
-from planner.search.orders import SEARCHED
-from planner.search.space import layouts
+from planner.search.layouts.chunks import CHUNKED
+from planner.search.layouts.orders import SEARCHED
+from planner.search.layouts.space import layouts
 from planner.spec import Plan
 from planner.validate import check
 from tests.builders import cluster, job, layer, profile, request

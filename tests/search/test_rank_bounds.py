@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from planner.cost import TICK_SECONDS, workload
-from planner.search.order_classes import ALIKE, MADE, PER_LAYER, SEARCHED, SPLIT
-from planner.search.part_bounds import PartBounds
-from planner.search.parts import parts_of
+from planner.search.bounds.parts import PartBounds
+from planner.search.layouts.order_classes import ALIKE, MADE, PER_LAYER, SEARCHED, SPLIT
+from planner.search.layouts.parts import parts_of
 from planner.spec import Job
 from tests.builders import cluster, job, layer, link, profile
 

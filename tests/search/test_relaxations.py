@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-import planner.search.relaxations as relaxing
+import planner.search.answer.relaxations as relaxing
 from planner.search import Callbacks, plan
 from planner.spec import Cluster, Infeasible, Job, ModelProfile, Plan
 from planner.spec.plan import Relaxation

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from planner.search import plan, rivals
+from planner.search import plan
+from planner.search.answer import rivals
 from planner.spec import Plan
 from tests.builders import job, request
 from tests.search.test_search import CLUSTER, rugged

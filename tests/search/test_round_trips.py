@@ -9,11 +9,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from planner.cost import layout_costs, workload
-from planner.search.bounds import BOUNDED
-from planner.search.inside import NO_LIMIT, LayoutSearch, solve_layout
-from planner.search.loads import bound_of, portions, priced_bound
-from planner.search.segments import choices
-from planner.search.space import Family, space_of
+from planner.search.bounds.layout import BOUNDED
+from planner.search.bounds.loads import bound_of, portions, priced_bound
+from planner.search.layouts.space import Family, space_of
+from planner.search.stage_maps.inside import NO_LIMIT, LayoutSearch, solve_layout
+from planner.search.stage_maps.segments import choices
 from planner.spec import Cluster, Job, Layout, ModelProfile, NodeGroup
 from tests.brute_force_mixed import layouts, price_layout
 from tests.builders import Draft, job, link, profile

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.search import plan, predict
-from planner.search.explain import sensitivity_text
-from planner.search.sensitivity import _between
+from planner.search.answer.explain import sensitivity_text
+from planner.search.answer.sensitivity import _between
 from planner.spec import Cluster, Layout, ModelProfile, Plan, PredictionLayout
 from planner.spec.plan import Overtaking, Sensitivity
 from tests.builders import cluster, job, layer, link, profile, request

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ortools.linear_solver import pywraplp
 
-from planner.search.spread import RankLoad, Spread
+from planner.search.bounds.spread import RankLoad, Spread
 
 
 @dataclass(frozen=True)

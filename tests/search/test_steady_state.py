@@ -10,9 +10,9 @@ from planner.cost import LayoutCosts, StageMap, choose, evaluate, layout_costs
 from planner.cost.workload import workload
 from planner.schedule import build, find
 from planner.schedule.in_flight import in_flight_vectors
-from planner.search.dealt import layout_schedule
-from planner.search.orders import DEALT
-from planner.search.steady_state import short_of, steady_ticks
+from planner.search.bounds.steady_state import short_of, steady_ticks
+from planner.search.layouts.orders import DEALT
+from planner.search.stage_maps.dealt import layout_schedule
 from planner.spec.layout import Layout
 from tests import builders
 

@@ -17,12 +17,13 @@ from planner.executor.support import check_plan
 from planner.schedule import Schedule, build, simulate
 from planner.schedule.order_bound import SPLIT, WHOLE
 from planner.schedule.synthesize import best_shape
-from planner.search import Callbacks, account, plan, plan_layout, predict, synthesized
-from planner.search.dealt import Uniform
-from planner.search.orders import DEALT, SEARCHED, SYNTHESIZED
-from planner.search.segments import uniform_modes
-from planner.search.space import layouts
-from planner.search.synthesized import Question, Unordered, first_bound, least_ticks, questions
+from planner.search import Callbacks, account, plan, plan_layout, predict
+from planner.search.layouts.orders import DEALT, SEARCHED, SYNTHESIZED
+from planner.search.layouts.space import layouts
+from planner.search.stage_maps import synthesized
+from planner.search.stage_maps.dealt import Uniform
+from planner.search.stage_maps.segments import uniform_modes
+from planner.search.stage_maps.synthesized import Question, Unordered, first_bound, least_ticks, questions
 from planner.spec import Infeasible, Job, Layout, ModelProfile, Plan, PredictionLayout, canonical_json
 from planner.spec.plan import PlanRequest
 from planner.validate import check

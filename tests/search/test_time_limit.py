@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from planner.search import Callbacks, contenders, inside, planning, result, rivals, sensitivity, solve, state
+from planner.search import Callbacks, contenders, planning, result, solve, state
+from planner.search.answer import rivals, sensitivity
 from planner.search.result import AFTERWARDS_SECONDS
+from planner.search.stage_maps import inside
 from planner.spec import Plan
 from planner.validate import check
 from tests.builders import job, request

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost import layout_costs, workload
-from planner.search.bounds import room_bytes, warm_ups
-from planner.search.segments import allowed_modes
-from planner.search.windows import Kinds, Windows, reach, windows_of, within
+from planner.search.bounds.layout import room_bytes, warm_ups
+from planner.search.stage_maps.segments import allowed_modes
+from planner.search.stage_maps.windows import Kinds, Windows, reach, windows_of, within
 from planner.spec import Layout
 from tests import builders
 from tests.brute_force import PARTITIONED, Priced

@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from planner import search
-from planner.executor import Executor, replicas
+from planner.executor import Executor
 from planner.executor import executor as executor_module
-from planner.executor.materialise import materialise
-from planner.executor.mesh import build_mesh
+from planner.executor.checkpoint.materialise import materialise
+from planner.executor.parallel import replicas
+from planner.executor.parallel.mesh import build_mesh
 from planner.executor.reference import Reference, train_reference
 from planner.spec import Plan
 from profiler.models import ModelSource

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from planner.executor.nodes import NodesPolicy, run_node
+from planner.executor.elastic.nodes import NodesPolicy, run_node
 from planner.executor.settings import RunSettings
 from planner.spec import MeasuredRun, Plan
 
@@ -29,7 +29,7 @@ RANKS = ("-m", "tests.torchrun.node_rank")
 @contextmanager
 def store() -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """A rendezvous' store in a process of its own: its address, and the process."""
-    command = [sys.executable, "-m", "planner.executor.rendezvous", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "planner.executor.elastic.rendezvous", "127.0.0.1:0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield process.stdout.readline().split()[-1], process

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from planner.executor.loss import classification
-from planner.executor.node_rank import RankOptions, run_rank
-from planner.executor.roster import Roster
+from planner.executor.elastic.node_rank import RankOptions, run_rank
+from planner.executor.elastic.roster import Roster
+from planner.executor.elastic.weigh import Rebalanced
 from planner.executor.settings import RunSettings
-from planner.executor.weigh import Rebalanced
+from planner.executor.train.loss import classification
 from planner.spec import Infeasible, Plan, read
 from profiler.models import ModelSource, load_model
 from tests.executor.plans import make_plan

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from planner.executor import replicas
+from planner.executor.parallel import replicas
 from tests.torchrun import derived_cases
 from tests.torchrun.cases import ONE_STEP, SHORT, Case, on_ranks, run
 

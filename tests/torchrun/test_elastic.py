@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from planner.errors import RunError
-from planner.executor.elastic import ElasticPolicy
+from planner.executor.elastic.supervisor import ElasticPolicy
+from planner.executor.elastic.weigh import Rebalanced
 from planner.executor.launch import run_plan
-from planner.executor.loss import classification
 from planner.executor.reference import train_reference
-from planner.executor.weigh import Rebalanced
+from planner.executor.train.loss import classification
 from planner.spec import Infeasible, MeasuredRun, Plan, read
 from profiler.models import load_model
 from tests.executor.plans import make_plan, source_of

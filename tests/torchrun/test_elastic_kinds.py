@@ -11,9 +11,9 @@ import pytest
 
 from api.settings import Settings
 from planner.errors import RunError, StoppedError
-from planner.executor.journal import Journal
+from planner.executor.elastic.journal import Journal
+from planner.executor.elastic.roster import KnownPlans, Roster
 from planner.executor.reference import train_reference
-from planner.executor.roster import KnownPlans, Roster
 from planner.search import make_request
 from planner.search import plan as search_plan
 from planner.spec import Cluster, Job, ModelProfile, NodeGroup, Options, Plan

@@ -17,10 +17,10 @@ import torch
 from planner.cli.main import main
 from planner.errors import StoppedError
 from planner.executor import launch
-from planner.executor.checkpoint_folder import MANIFEST, Manifest, damaged
+from planner.executor.checkpoint.folder import MANIFEST, Manifest, damaged
 from planner.executor.dry_run import COMPARED, dry_run
 from planner.executor.launch import run_plan
-from planner.executor.scaling import INITIAL_SCALE
+from planner.executor.train.scaling import INITIAL_SCALE
 from planner.spec import MeasuredRun, read
 from tests.executor.plans import make_plan, source_of
 from tests.torchrun.ranks import ROOT, Servers

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from planner.executor.scaling import INITIAL_SCALE
+from planner.executor.train.scaling import INITIAL_SCALE
 from planner.schedule import names
 from tests.torchrun import piece_cases
 from tests.torchrun.cases import (

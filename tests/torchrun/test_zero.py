@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from planner.executor.scaling import INITIAL_SCALE
+from planner.executor.train.scaling import INITIAL_SCALE
 from tests.torchrun.offload_cases import OFFLOADED, OFFLOADED_IN_HALF
 from tests.torchrun.ranks import Servers
 from tests.torchrun.zero_cases import CASES, HALF

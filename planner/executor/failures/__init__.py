@@ -1,0 +1,1 @@
+"""How a run ends before its last step, and how that is told: errors, hangs, memory, signals, processes left behind."""

@@ -1,0 +1,1 @@
+"""The training loop and what every step needs: data, loss, optimizer, scaling, metrics."""

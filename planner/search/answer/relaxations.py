@@ -1,0 +1,231 @@
+"""What a limit costs: the same search with one limit relaxed.
+
+    (X1)  more memory per device; twice the hosts' memory, where that is known; the job without one of its constraints;
+          the global batch that is nearest and divides by the devices                          -> relaxations()
+    (X2)  each is searched below the plan's step per sample alone, with a fixed amount of work; so most of what gains
+          nothing is excluded by its bounds                                                    -> _searched()
+    (X3)  where nothing fits: the memory that the nearest misses lack, of devices and of hosts, no headroom, the job
+          without one of its constraints, more nodes; each until one layout fits               -> remedies()
+
+Work is counted in parts of the space taken up, not in seconds, so that the answer is always the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from planner.cost import TICK_SECONDS, Workload, workload
+from planner.errors import SpecError
+from planner.search.answer.explain import with_recompute
+from planner.search.answer.nearest import unfit
+from planner.search.answer.words import constraint_text
+from planner.search.layouts.offloading import is_offloading_known
+from planner.search.layouts.orders import recompute_wish
+from planner.search.layouts.space import space_of
+from planner.search.result import Callbacks, Candidate, Limits
+from planner.search.solve import advance, begin
+from planner.search.stage_maps.inside import NO_LIMIT, least_memory
+from planner.search.stage_maps.segments import choices
+from planner.search.state import State
+from planner.spec.cluster import Cluster
+from planner.spec.devices import find_device
+from planner.spec.job import CONSTRAINABLE, Job
+from planner.spec.plan import Miss, Options, Relaxation
+from planner.spec.profile import ModelProfile
+from planner.spec.words import counted, gibibytes
+
+FULL_WORK = 6000
+"""Parts of the space taken up for one relaxed problem."""
+BRIEF_WORK = 300
+_SHARES = (16, 4, 1)
+"""More memory by these parts of what there is, rounded down to a power of two: 4, 16 and 64 GiB more beside 80 GB."""
+_LEAST_GAIN = 1e-4
+"""Less is not worth a sentence."""
+_MOST_TIMES = 8
+"""As many nodes, where nothing fits on those there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """One limit, relaxed."""
+
+    constraint: str
+    words: str
+    cluster: Cluster
+    job: Job
+
+
+@dataclass(slots=True)
+class _Counted:
+    """Stops a search after so many questions whether to stop."""
+
+    limits: Limits
+    asked: int = field(default=0)
+
+    def __call__(self) -> bool:
+        self.asked += 1
+        return self.asked > self.limits.work or self.limits.should_stop()
+
+
+def relaxations(best: Candidate, limits: Limits) -> tuple[Relaxation, ...]:
+    """What relaxing gains, each limit by itself: (X1); only what gains."""
+    work = best.costs.work
+    per_sample = best.ticks / work.job.global_batch_size
+    found: list[Relaxation] = []
+    by_memory = 0.0
+    for change in (
+        *_memory_changes(work),
+        *_host_memory_changes(work),
+        *_without_constraints(work),
+        *_batches(work),
+    ):
+        if limits.should_stop():
+            break
+        state = _searched(work.profile, change, limits, int(per_sample * change.job.global_batch_size))
+        if state is not None and state.best is not None:
+            gain = 1 - state.best.ticks / change.job.global_batch_size / per_sample
+            is_memory = change.constraint == "memory"
+            if gain > (by_memory if is_memory else 0.0) + _LEAST_GAIN:  # still more memory may gain no more
+                by_memory = gain if is_memory else by_memory
+                found.append(_row(change, state, gain))
+    return tuple(found)
+
+
+def remedies(work: Workload, nearest: tuple[Miss, ...], limits: Limits) -> tuple[Relaxation, ...]:
+    """Changes with which something fits, where nothing does: (X3).
+
+    Args:
+        work: for which nothing fits.
+        nearest: what would fit with more memory; nothing: there is no layout at all, whatever the memory.
+        limits: of the work.
+    """
+    memory = (*_missing_memory(work, nearest), *_headroom(work)) if nearest else tuple(_batches(work))
+    several = (*memory, *_without_constraints(work))
+    found = [_remedy(work.profile, change, limits) for change in several]
+    grown = (_remedy(work.profile, change, limits) for change in _more_nodes(work))
+    found.append(next((one for one in grown if one is not None), None))
+    return tuple(one for one in found if one is not None)
+
+
+def _remedy(profile: ModelProfile, change: _Change, limits: Limits) -> Relaxation | None:
+    """The best plan of the first layout that fits with a change, of those that need least: (X3)."""
+    if limits.should_stop():
+        return None
+    with suppress(SpecError):
+        work = workload(profile, change.cluster, change.job)
+        wish = recompute_wish(change.job.constraints.get("recompute"))
+        near = (one for one in unfit(work, space_of(work)) if not limits.should_stop())
+        least = ((one, least_memory(one, choices(one, wish))) for one in near)
+        fits = (one for one, need in least if need.needed_bytes <= need.capacity_bytes)
+        costs = next(fits, None)
+        if costs is not None:
+            given = {name: costs.layout.constrained(name) for name in CONSTRAINABLE if name != "recompute"}
+            fixed = {**change.job.constraints, **given}
+            alone = replace(change, job=change.job.model_copy(update={"constraints": fixed}))
+            state = _searched(profile, alone, limits, NO_LIMIT)
+            return _row(change, state, None) if state is not None and state.best is not None else None
+    return None
+
+
+def _row(change: _Change, state: State, gain: float | None) -> Relaxation:
+    assert state.best is not None
+    return Relaxation(
+        constraint=change.constraint,
+        change=change.words,
+        layout=with_recompute(state.best),
+        step_seconds=state.best.ticks * TICK_SECONDS,
+        gain=gain,
+        optimal=gain is not None and state.is_proven,
+    )
+
+
+def _searched(profile: ModelProfile, change: _Change, limits: Limits, ceiling: int) -> State | None:
+    """The relaxed problem, searched below a ceiling: (X2); None where the documents no longer go together."""
+    with suppress(SpecError):
+        work = workload(profile, change.cluster, change.job)
+        state = begin(work, space_of(work), Options(), Callbacks(should_stop=_Counted(limits)), ceiling)
+        state.deadline = limits.deadline
+        while state.is_open and state.seconds_left() > 0:
+            advance(state)
+        return state
+    return None
+
+
+def _memory_changes(work: Workload) -> Iterator[_Change]:
+    """More memory per device, each time more."""
+    for share in _SHARES:
+        extra = 1 << max(0, (work.capacity_bytes // share).bit_length() - 1)
+        yield _with_memory(work, extra, f"{gibibytes(extra)} more per device")
+
+
+def _with_memory(work: Workload, extra_bytes: int, words: str) -> _Change:
+    """Devices with so much more that the job may use; of several kinds, each with so much more."""
+    kept = work.device.memory_bytes - work.capacity_bytes
+    unchanged = {} if work.groups else {"memory_headroom": float(kept) if kept >= 1 else 0.0}
+    job = work.job.model_copy(update=unchanged)
+    groups = []
+    for group in work.cluster.node_groups:
+        device = find_device(group.device)
+        larger = device.model_copy(update={"memory_bytes": device.memory_bytes + extra_bytes})
+        groups.append(group.model_copy(update={"device": larger}))
+    return _Change("memory", words, work.cluster.model_copy(update={"node_groups": tuple(groups)}), job)
+
+
+def _with_host_memory(work: Workload, extra_bytes: int) -> _Change:
+    """Nodes of the only node group with so much more memory."""
+    (group,) = work.cluster.node_groups
+    larger = group.model_copy(update={"host_memory_bytes": (group.host_memory_bytes or 0) + extra_bytes})
+    words = f"{gibibytes(extra_bytes)} more of the host's memory per node"
+    return _Change("host_memory", words, work.cluster.model_copy(update={"node_groups": (larger,)}), work.job)
+
+
+def _host_memory_changes(work: Workload) -> Iterator[_Change]:
+    """Twice the hosts' memory, where something may be offloaded."""
+    if is_offloading_known(work):
+        yield _with_host_memory(work, work.cluster.node_groups[0].host_memory_bytes or 0)
+
+
+def _without_constraints(work: Workload) -> Iterator[_Change]:
+    """The job without each of its constraints."""
+    for name, constraint in work.job.constraints.items():
+        others = {key: value for key, value in work.job.constraints.items() if key != name}
+        words = f"without {name} = {constraint_text(constraint)}"
+        yield _Change(f"constraints.{name}", words, work.cluster, work.job.model_copy(update={"constraints": others}))
+
+
+def _batches(work: Workload) -> Iterator[_Change]:
+    """The nearest global batches that every data-parallel degree divides, where the job's is none."""
+    batch, devices = work.job.global_batch_size, work.devices
+    if batch % devices:
+        for other in (batch // devices * devices, -(-batch // devices) * devices):
+            if other:
+                job = work.job.model_copy(update={"global_batch_size": other})
+                yield _Change("global_batch_size", f"a global batch of {other}", work.cluster, job)
+
+
+def _missing_memory(work: Workload, nearest: tuple[Miss, ...]) -> Iterator[_Change]:
+    """What the nearest miss lacks of the devices' memory, and what the nearest lacks of the hosts'."""
+    of_devices, of_hosts = ([miss for miss in nearest if miss.memory == whose] for whose in ("device", "host"))
+    for miss in of_devices[:1]:
+        yield _with_memory(work, miss.missing_bytes, f"{gibibytes(miss.missing_bytes)} more per device")
+    for miss in of_hosts[:1]:
+        yield _with_host_memory(work, miss.missing_bytes * work.devices_per_node)
+
+
+def _headroom(work: Workload) -> Iterator[_Change]:
+    if work.job.memory_headroom:
+        job = work.job.model_copy(update={"memory_headroom": 0.0})
+        yield _Change("memory_headroom", "no memory headroom", work.cluster, job)
+
+
+def _more_nodes(work: Workload) -> Iterator[_Change]:
+    """One node more, then by half of that more each time, up to eight times as many."""
+    group = work.cluster.node_groups[0]
+    more = 1
+    while group.nodes + more <= _MOST_TIMES * group.nodes:
+        grown = group.model_copy(update={"nodes": group.nodes + more})
+        cluster = work.cluster.model_copy(update={"node_groups": (grown, *work.cluster.node_groups[1:])})
+        yield _Change("devices", f"{counted(more * group.devices_per_node, 'device')} more", cluster, work.job)
+        more = max(more + 1, more * 3 // 2)

@@ -1,0 +1,53 @@
+"""Models whose sequences stay whole: what asks for pieces of them is refused, with the profile's reason.
+
+The executor would refuse the plan (`profiler.sequence.check_pieces`), so the planner must not make it.
+"""
+
+from __future__ import annotations
+
+from planner.cost import Workload
+from planner.errors import UnsupportedError
+from planner.search.answer.words import constraint_text
+from planner.search.layouts.chunks import CHUNKED
+from planner.search.layouts.orders import schedules_of
+from planner.spec.job import allows
+from planner.spec.layout import Layout
+from planner.spec.profile import ModelProfile
+
+_PIECES = ("sequence_chunks", "context_parallel_degree")
+"""Fields of a layout that cut sequences, unless they are 1."""
+
+
+def check_asked_pieces(work: Workload) -> None:
+    """Refuse a job whose constraints leave nothing but pieces of sequences that stay whole.
+
+    Raises:
+        UnsupportedError: with the profile's reason.
+    """
+    asked = work.job.constraints
+    for field in _PIECES:
+        if not allows(asked.get(field), 1):
+            _refuse(work.profile, f"job.constraints.{field}", constraint_text(asked[field]), "give 1")
+    if "schedule" in asked and set(schedules_of(asked["schedule"])) <= set(CHUNKED):
+        mend = "give a schedule of whole sequences, such as 1f1b"
+        _refuse(work.profile, "job.constraints.schedule", constraint_text(asked["schedule"]), mend)
+
+
+def check_pieces_of(layout: Layout, profile: ModelProfile) -> None:
+    """Refuse a layout that cuts sequences that stay whole.
+
+    Raises:
+        UnsupportedError: with the profile's reason.
+    """
+    for field in _PIECES:
+        if getattr(layout, field) > 1:
+            _refuse(profile, f"layout.{field}", str(getattr(layout, field)), "give 1")
+
+
+def _refuse(profile: ModelProfile, field: str, value: str, mend: str) -> None:
+    if profile.whole_sequences:
+        raise UnsupportedError(
+            f"sequences of {profile.model} cannot be cut into pieces: it {profile.whole_sequences}; got {value}.",
+            field=field,
+            mend=f"{mend}, or leave it out.",
+        )
