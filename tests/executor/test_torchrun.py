@@ -20,7 +20,7 @@ from tests.executor.plans import make_plan
 LEAVES_SLOWLY = """
 import signal, sys, time
 def leave(*_):
-    time.sleep(0.6)
+    time.sleep(float(sys.argv[2]))
     open(sys.argv[1], "w").write("left")
     sys.exit(0)
 signal.signal(signal.SIGTERM, leave)
@@ -37,16 +37,19 @@ time.sleep(60)
 """
 
 
-def _slow(folder: Path) -> list[str]:
-    return [sys.executable, "-c", LEAVES_SLOWLY, str(folder / "left")]
+LONGER_THAN_POPEN_WAITS, LONGER_THAN_ANYBODY_WAITS = 0.6, 60.0
 
 
-def _interrupted(folder: Path, said: list[str]) -> subprocess.Popen[str]:
+def _slow(folder: Path, seconds: float = LONGER_THAN_POPEN_WAITS) -> list[str]:
+    return [sys.executable, "-c", LEAVES_SLOWLY, str(folder / "left"), str(seconds)]
+
+
+def _interrupted(command: list[str], folder: Path, said: list[str]) -> subprocess.Popen[str]:
     """The child of a block that Ctrl-C ends, after the block."""
     held: list[subprocess.Popen[str]] = []
 
     def train() -> None:
-        with started(_slow(folder), dict(os.environ), folder / "stderr.txt", said.append) as process:
+        with started(command, dict(os.environ), folder / "stderr.txt", said.append) as process:
             held.append(process)
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
@@ -61,7 +64,7 @@ def _interrupted(folder: Path, said: list[str]) -> subprocess.Popen[str]:
 def test_ctrl_c_waits_until_the_child_has_left(tmp_path: Path) -> None:
     """Popen gives up after a quarter of a second: ranks went on writing into a folder that was gone."""
     said: list[str] = []
-    assert _interrupted(tmp_path, said).returncode == 0
+    assert _interrupted(_slow(tmp_path), tmp_path, said).returncode == 0
     assert (tmp_path / "left").read_text() == "left"
     assert "Ctrl-C again" in said[0]
 
@@ -75,7 +78,7 @@ def test_a_second_ctrl_c_kills(tmp_path: Path) -> None:
 
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
-        process = _interrupted(tmp_path, Told())
+        process = _interrupted(_slow(tmp_path, LONGER_THAN_ANYBODY_WAITS), tmp_path, Told())
     finally:
         signal.signal(signal.SIGALRM, before)
     assert process.wait() == -signal.SIGKILL

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from itertools import pairwise
@@ -18,6 +17,7 @@ from planner.spec import Links, read
 from profiler.links import LinkOptions, launch_links, main
 from profiler.links_measure import OPERATIONS, Sampling, default_sizes, measure_rows
 from profiler.links_torchrun import run_torchrun
+from tests.ports import free_port
 
 
 @pytest.mark.torchrun
@@ -51,14 +51,11 @@ def test_three_ranks_measure_every_operation() -> None:
 def test_two_agents_are_two_nodes(tmp_path: Path) -> None:
     """Two torchrun agents of two ranks each measure both levels: pairs inside, pairs across, and both nodes whole. With
     no time at all, the two smallest sizes are measured all the same, because a fit needs them, and no other."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     output = tmp_path / "links.json"
     options = {"sizes": [4096, 16384, 1024], "operations": ["all_reduce"], "repeats": 1, "time_budget_seconds": 1e-9}
     fields = json.dumps(options | {"slowdowns": False})
     agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
-    agent += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+    agent += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     rank = ["-m", "profiler.links", "--output", str(output), "--options", fields]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     agents = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from planner.executor.reference import train_reference
 from planner.spec import Cluster, MeasuredRun, NodeGroup, Plan, read
 from planner.spec.cluster import DeviceSpec
 from tests.executor.plans import make_plan, source_of
+from tests.ports import free_port
 
 pytestmark = pytest.mark.torchrun
 STEPS = 2
@@ -32,12 +32,6 @@ def _on_unequal_nodes(layers: list[str]) -> Plan:
     return plan.model_copy(update={"placement": rows, "request": request})
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 def test_nodes_of_different_sizes_train_as_one_process(tmp_path: Path) -> None:
     """torchrun numbers the ranks as the plan does: one on the first node, two on the second."""
     source = source_of("mlp", tmp_path)
@@ -49,7 +43,7 @@ def test_nodes_of_different_sizes_train_as_one_process(tmp_path: Path) -> None:
     assert [(each.group, each.processes) for each in started] == [("fast", 1), ("slow", 2)]
     search = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": search, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-    port = str(_free_port())
+    port = str(free_port())
     agents = []
     for each in started:
         text = f"exec {each.text.replace(str(MASTER_PORT), port)}"

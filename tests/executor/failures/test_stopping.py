@@ -17,6 +17,8 @@ from planner.executor.failures.failure import read_late, read_stopped, write_lat
 from planner.executor.failures.stopping import StopRequest
 
 GRACE_SECONDS, HANGING_SECONDS = 0.5, 2.5
+ENOUGH_SECONDS = 60.0
+"""For a hundredth of a second, on any busy machine."""
 
 
 def hang(seconds: float) -> None:
@@ -41,7 +43,7 @@ def test_a_step_that_ends_in_time_is_not_left() -> None:
     before, threads = signal.getsignal(signal.SIGTERM), threading.active_count()
     late: list[bool] = []
     for told in (True, False):
-        with StopRequest(GRACE_SECONDS, lambda: late.append(True)) as asked:
+        with StopRequest(ENOUGH_SECONDS, lambda: late.append(True)) as asked:
             if told:
                 os.kill(os.getpid(), signal.SIGTERM)
             hang(0.01)
@@ -50,8 +52,7 @@ def test_a_step_that_ends_in_time_is_not_left() -> None:
     while threading.active_count() > threads and time.monotonic() < until:
         time.sleep(0.01)
     assert (threading.active_count(), signal.getsignal(signal.SIGTERM)) == (threads, before)
-    time.sleep(GRACE_SECONDS)
-    assert late == []
+    assert late == [], "and no thread is left that could add to it"
     assert signal.set_wakeup_fd(-1) == -1
 
 
