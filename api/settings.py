@@ -13,17 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from planner.errors import DocumentError, Problem
 from planner.spec.document import problems_of
+from profiler.cores import available_cores
 
 ENVIRONMENT_PREFIX = "PLANNER_"
 MEBIBYTE = 1 << 20
 GIBIBYTE = 1 << 30
-
-
-def usable_cores() -> int:
-    """Cores that this process may use (a container's share, not the machine's)."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 class Settings(BaseModel):
@@ -43,6 +37,9 @@ class Settings(BaseModel):
     """Further API keys, as the lines of such a file; for secrets that come as environment variables."""
     without_keys: bool = False
     """Listen on other interfaces than loopback though there are no keys: whoever reaches the port may do everything."""
+    allowed_hosts: str = ""
+    """Names that the service goes by besides addresses and `localhost`, comma-separated; ``*.example.org``: all below.
+    Empty: none on loopback without keys, else any."""
     database: Path = Path("planner.db")
     """SQLite file of plans, profiles and jobs; made when absent."""
     keep_plans_days: float = Field(default=0.0, ge=0)
@@ -62,12 +59,14 @@ class Settings(BaseModel):
     """A solver that overruns its time limit by more is killed."""
     max_solver_bytes: int = Field(default=8 * GIBIBYTE, ge=GIBIBYTE)
     """Address space of one solver process; one that needs more fails alone, and the machine goes on."""
-    concurrency: int = Field(default_factory=usable_cores, ge=1)
+    concurrency: int = Field(default_factory=available_cores, ge=1)
     """Solver processes at the same time."""
     spare_solvers: int = Field(default=1, ge=0)
     """Idle solver processes kept ready, so that a request need not wait for their imports."""
     queue_length: int = Field(default=32, ge=0)
     """Solves that may wait for a process; more are answered 429."""
+    max_jobs_per_client: int = Field(default=16, ge=0)
+    """Solves of one key, or without keys of one address, that may run or wait; more are answered 429. 0: any number."""
     default_wait_seconds: float = Field(default=5.0, ge=0)
     """How long POST /v1/plans waits for the plan when the client does not say (``Prefer: wait=N``)."""
     max_wait_seconds: float = Field(default=60.0, ge=0)

@@ -25,10 +25,11 @@ from typing import Any
 from benchmarks.executor_model import LENGTH
 from planner.search import make_request, plan_layout
 from planner.spec import Cluster, Job, Link, ModelProfile, NodeGroup, Plan, PredictionLayout
+from profiler.cores import available_cores
 from profiler.links import LinkOptions, launch_links
 from profiler.measure import TIME_BUDGET_SECONDS
 from profiler.measure import profile as measure
-from profiler.measure_load import available_cores, threads_per_rank
+from profiler.measure_load import threads_per_rank
 from profiler.models import load_model
 
 MODEL = "benchmarks.executor_model:small"

@@ -25,7 +25,7 @@ from planner.executor.parallel.shares import share_of
 from planner.executor.train.data import load_dataset, local_part
 from planner.executor.train.loss import next_token
 from planner.spec import Plan, read
-from profiler.measure_load import available_cores
+from profiler.cores import available_cores
 from profiler.models import ModelSource, load_model
 
 LEARNING_RATE = 3e-4

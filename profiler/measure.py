@@ -30,6 +30,7 @@ from planner.errors import SpecError, UnsupportedError
 from planner.spec import LayerProfile, Measurement, ModelProfile, digest
 from planner.spec.profile import DataType, RecomputeMode
 from profiler import count
+from profiler.cores import available_cores
 from profiler.float8 import check_float8
 from profiler.float8_product import remark
 from profiler.lengths import at_lengths, check_lengths
@@ -45,7 +46,7 @@ from profiler.measure_device import (
 )
 from profiler.measure_journal import Case, Figures, Journal
 from profiler.measure_layer import PHASES, Bench, LayerWorkload, OptimizerWorkload, Size, recomputed_backward
-from profiler.measure_load import Load, available_cores, threads_per_rank
+from profiler.measure_load import Load, threads_per_rank
 from profiler.measure_low_bit import adam_8bit_seconds
 from profiler.measure_shard import fake_group
 from profiler.measure_timing import Timing, time_phases

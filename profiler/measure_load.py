@@ -21,6 +21,7 @@ from typing import Protocol, Self
 import torch
 
 from planner.errors import RunError
+from profiler.cores import available_cores
 from profiler.measure_timing import Mark
 
 READY = "ready"
@@ -32,11 +33,6 @@ class Workload(Protocol):
 
     def run(self, mark: Mark) -> None:
         """Do the work once."""
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def threads_per_rank(concurrency: int) -> int:

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from api.settings import usable_cores
 from planner import __version__
 from planner.spec.units import gibibytes, seconds
+from profiler.cores import available_cores
 
 NEEDED = ("pydantic", "ortools", "fastapi", "uvicorn", "pyyaml")
 FOR_TRAINING = ("torch", "transformers")
@@ -77,7 +77,7 @@ def _solver(name: str) -> Finding:
 
 def _machine(name: str) -> Finding:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Finding(name, "ok", f"{usable_cores()} of {os.cpu_count()} cores usable, {gibibytes(memory)} memory")
+    return Finding(name, "ok", f"{available_cores()} of {os.cpu_count()} cores usable, {gibibytes(memory)} memory")
 
 
 def _temporary(name: str) -> Finding:

@@ -10,6 +10,7 @@ from planner.cli.console import STDOUT, Progress, bold, check_output, data, tabl
 from planner.cli.failures import DONE
 from planner.spec import Link, Links
 from planner.spec.units import percent, scaled, seconds
+from profiler.cores import available_cores
 
 LEAST_RANKS = 2
 
@@ -81,10 +82,8 @@ def default_ranks() -> int:
     """One per GPU where there are several, else one per core; a link has at least two ends."""
     import torch
 
-    from api.settings import usable_cores
-
     gpus = torch.cuda.device_count()
-    return gpus if gpus >= LEAST_RANKS else max(LEAST_RANKS, usable_cores())
+    return gpus if gpus >= LEAST_RANKS else max(LEAST_RANKS, available_cores())
 
 
 def document(links: Links) -> Link | Links:

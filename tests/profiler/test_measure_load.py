@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from planner.errors import RunError
-from profiler.measure_load import Load, available_cores, threads_per_rank
+from profiler.cores import available_cores
+from profiler.measure_load import Load, threads_per_rank
 from profiler.measure_timing import Mark
 
 
