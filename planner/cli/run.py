@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -187,6 +188,11 @@ def _write(measured: MeasuredRun, path: str) -> None:
     write(path, to_json(measured))
 
 
+def _keeper(arguments: argparse.Namespace) -> Callable[[MeasuredRun], None] | None:
+    """Where the report of a run that fails goes; None: nowhere."""
+    return None if arguments.output in (None, STDOUT) else partial(_keep, arguments.output)
+
+
 def _keep(path: str, measured: MeasuredRun) -> None:
     """Of a run that failed, whose error must not be hidden."""
     try:
@@ -231,7 +237,7 @@ def _train(plan: Plan, model: str, arguments: argparse.Namespace) -> MeasuredRun
         log=words,
         reference_steps=arguments.reference_steps or 0,
         elastic=_elastic(plan, arguments),
-        unfinished=None if arguments.output in (None, STDOUT) else partial(_keep, arguments.output),
+        unfinished=_keeper(arguments),
         **_settings(model, arguments),
     )
 
@@ -276,7 +282,7 @@ def _run_nodes(plan: Plan, model: str, arguments: argparse.Namespace) -> int:
         texts = [each.text for each in lines]
         data(to_json({"commands": texts}) if arguments.json else "\n".join(texts))
         return DONE
-    measured, last_plan, is_first = train_nodes(plan, settings, arguments)
+    measured, last_plan, is_first = train_nodes(plan, settings, arguments, _keeper(arguments))
     return _tell(last_plan, measured, arguments, to_service=is_first)
 
 

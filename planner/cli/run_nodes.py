@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,9 +89,18 @@ def check_node_options(arguments: argparse.Namespace) -> None:
         refuse(arguments, ONE_NODE_ONLY, "means nothing with --nodes.", "leave OPTION out, or --nodes.")
 
 
-def train_nodes(plan: Plan, settings: dict[str, Any], arguments: argparse.Namespace) -> tuple[MeasuredRun, Plan, bool]:
+def train_nodes(
+    plan: Plan,
+    settings: dict[str, Any],
+    arguments: argparse.Namespace,
+    unfinished: Callable[[MeasuredRun], None] | None,
+) -> tuple[MeasuredRun, Plan, bool]:
     """Take part; returns what happened, the plan that the run ended by if it is known, and whether rank 0 was on this
-    node."""
+    node.
+
+    Args:
+        unfinished: takes the report of a run that fails for good, before the error is raised.
+    """
     from planner.cli.replan import NodeReplanner, by_search
 
     for path in (arguments.output, arguments.metrics):
@@ -100,7 +110,8 @@ def train_nodes(plan: Plan, settings: dict[str, Any], arguments: argparse.Namesp
     asks_device = arguments.group is None and len(kinds(cluster)) > 1 and arguments.device != "cpu"
     group = group_of_node(cluster, arguments.group, _device_here() if asks_device else None)
     chosen, policy = RunSettings(**settings), _policy(plan, group, arguments)
-    measured, is_first = run_node(plan, chosen, policy, metrics=arguments.metrics, log=words)
+    metrics = arguments.metrics
+    measured, is_first = run_node(plan, chosen, policy, metrics=metrics, log=words, unfinished=unfinished)
     known = KnownPlans(elastic_folder(chosen, policy.run_id), plan)
     return measured, known.by_id(measured.plan_id) or plan, is_first
 

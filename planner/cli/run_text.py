@@ -69,24 +69,29 @@ def _speed(plan: Plan, measured: MeasuredRun) -> str:
 
 
 def _memory(plan: Plan, measured: MeasuredRun) -> str:
+    """A plan written by hand need not promise any."""
     rows = {row.pipeline_rank: row for row in plan.prediction.memory}
-    found = _by_rank("peak", [(rank, rows[rank.pipeline].peak_bytes, rank.peak_bytes) for rank in measured.ranks])
+    promised = [(rank, rows.get(rank.pipeline)) for rank in measured.ranks]
+    found = _by_rank("peak", [(rank, row and row.peak_bytes, rank.peak_bytes) for rank, row in promised])
     if any(rank.host_bytes for rank in measured.ranks):
-        on_host = [(rank, rows[rank.pipeline].host_bytes, rank.host_bytes) for rank in measured.ranks]
+        on_host = [(rank, row and row.host_bytes, rank.host_bytes) for rank, row in promised]
         found += f"\n\n{_by_rank('on the host', on_host)}"
     return f"{found}\npredicted for the replica that has the least room" if plan.replicas_differ else found
 
 
-def _by_rank(what: str, rows: Iterable[tuple[MeasuredRank, int, int]]) -> str:
-    """Bytes predicted and measured."""
+def _by_rank(what: str, rows: Iterable[tuple[MeasuredRank, int | None, int]]) -> str:
+    """Bytes predicted, if they are, and measured."""
     header = ("rank", "pipeline rank", f"predicted {what}", f"measured {what}", "predicted is off by")
     return table(
         header,
-        [
-            (str(rank.rank), str(rank.pipeline), gibibytes(predicted), gibibytes(seen), _off(predicted, seen))
-            for rank, predicted, seen in rows
-        ],
+        [(str(rank.rank), str(rank.pipeline), *_promised(predicted, seen)) for rank, predicted, seen in rows],
     )
+
+
+def _promised(predicted: int | None, seen: int) -> tuple[str, str, str]:
+    if predicted is None:
+        return "-", gibibytes(seen), "-"
+    return gibibytes(predicted), gibibytes(seen), _off(predicted, seen)
 
 
 def _off(predicted: float, measured: float) -> str:

@@ -137,6 +137,15 @@ def test_bytes_on_the_host_are_told_beside_their_prediction(plan_path: Path) -> 
     assert lines[header + 1].split() == ["0", "0", "1.00", "GiB", "2.00", "GiB", "-50.0", "%"]
 
 
+def test_a_plan_that_promises_no_memory_is_told_without(plan_path: Path) -> None:
+    """One written by hand has no rows: the report of a run that had ended well was a KeyError."""
+    plan = read(Plan, plan_path)
+    silent = plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"memory": ()})})
+    lines = run_text(silent, measured_run(plan)).splitlines()
+    (header,) = (index for index, line in enumerate(lines) if "measured peak" in line)
+    assert lines[header + 1].split() == ["0", "0", "-", "0.00", "GiB", "-"]
+
+
 def test_the_node_that_this_machine_is_taken_for_is_told(
     planner: Command, plan_path: Path, calls: list[dict[str, Any]]
 ) -> None:

@@ -43,6 +43,8 @@ class Nodes:
         self, folder: Path, rendezvous: str, plan: Plan, model: str, ranks: tuple[str, ...] = RANKS, **settings: Any
     ) -> None:
         self.lines: list[str] = []
+        self.left: list[MeasuredRun] = []
+        """Reports of a run that failed."""
         self._ranks = ranks
         self._run = folder.name
         self._rendezvous = rendezvous
@@ -74,7 +76,8 @@ class Nodes:
             last_call_seconds=last_call_seconds,
             heartbeat_seconds=1,
         )
-        return self._pool.submit(run_node, self._plan, self._settings, policy, log=self.lines.append)
+        told: dict[str, Any] = {"log": self.lines.append, "unfinished": self.left.append}
+        return self._pool.submit(run_node, self._plan, self._settings, policy, **told)
 
     def wait_for(self, reached: Callable[[str], bool]) -> None:
         """Until rank 0 says it."""

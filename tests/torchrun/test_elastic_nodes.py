@@ -77,11 +77,13 @@ def test_a_slow_rank_loses_layers_without_new_processes(tmp_path: Path, rendezvo
 
 
 def test_a_mistake_of_the_users_ends_the_run(tmp_path: Path, rendezvous: str) -> None:
-    """At once, for it would come again."""
+    """At once, for it would come again; what was trained until then is told on every node."""
     source = source_of("mlp", tmp_path)
     plan = Planner(source).plans[(1,)]
     settings = {"steps": 2, "data": "synthetic", "loss": "tests.torchrun.node_rank:failing"}
     nodes = Nodes(tmp_path, rendezvous, plan, source.name, **settings)
-    with pytest.raises(RunError, match=r"(?s)rank 0 failed first in step 0:.*this loss has a mistake"):
+    with pytest.raises(RunError, match=r"(?s)rank 0 failed first in step 1:.*this loss has a mistake"):
         nodes.start(FIRST, 1).result(WAIT_SECONDS)
-    assert not any("step" in line.split()[:1] for line in nodes.lines)
+    assert [line.split()[1] for line in nodes.lines if line.startswith("step")] == ["0"]
+    (left,) = nodes.left
+    assert (left.steps, left.devices, left.unfinished[:14]) == (1, "1 x cpu", "rank 0 failed ")

@@ -10,7 +10,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from planner.spec.measured import Decision, Segment
+from planner.executor.elastic.roster import KnownPlans
+from planner.executor.failures.unfinished import unfinished_run
+from planner.executor.settings import RunSettings
+from planner.executor.torchrun import devices_in_words
+from planner.spec.measured import Decision, MeasuredRun, Segment
+from planner.spec.plan import Plan
 
 Row = dict[str, Any]
 
@@ -38,6 +43,11 @@ class Journal:
     def decide(self, decision: Decision) -> None:
         """Add a decision."""
         self.write("decision", decision=decision.model_dump(mode="json"))
+
+    @property
+    def size(self) -> int:
+        """In bytes: it grows with every row."""
+        return self._path.stat().st_size if self._path.is_file() else 0
 
     def rows(self) -> list[Row]:
         """All of them."""
@@ -91,6 +101,23 @@ class Journal:
                     )
                 )
         return tuple(found)
+
+    def unfinished(self, known: KnownPlans, first: Plan, settings: RunSettings, why: str) -> MeasuredRun | None:
+        """The report of a run that failed for good; None: it trained no step, or all.
+
+        Args:
+            known: the plans of its launches, beside the one that it began with.
+            why: it failed, in words.
+        """
+        segments, ends = self.segments(before=""), [row["how"] for row in self.rows() if row["kind"] == "end"]
+        if not segments or ends[-1:] == ["done"]:
+            return None
+        last = segments[-1]
+        plan = known.by_id(last.plan_id) or first  # one that layers have moved to has the same devices
+        devices = devices_in_words(last.devices, settings.device)
+        run = unfinished_run(plan, settings.model, devices, last, why, earlier=segments[:-1])
+        told = {"plan_id": last.plan_id, "decisions": self.decisions(), "warnings": self.warnings()}
+        return run.model_copy(update=told)
 
 
 def _parsed(line: str) -> Row | None:

@@ -14,16 +14,19 @@ on from the last checkpoint, which any plan can load.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from planner.errors import DocumentError, RunError, StoppedError
 from planner.executor.checkpoint.folder import check_steps_left, newest_step
-from planner.executor.elastic.roster import ANY_GROUP, Roster
+from planner.executor.elastic.journal import Journal
+from planner.executor.elastic.roster import ANY_GROUP, KnownPlans, Roster
 from planner.executor.elastic.supervisor import DEFAULT_RESTARTS
 from planner.executor.elastic.weigh import Rebalancer
 from planner.executor.failures.failure import STOPPED, read_failure, read_late
+from planner.executor.failures.unfinished import why_of
 from planner.executor.settings import RunSettings
 from planner.executor.torchrun import Log, environment, grace, interpreter, passing_on, started
 from planner.executor.train.metrics import Metrics
@@ -102,6 +105,7 @@ def run_node(
     *,
     metrics: str | Path | None = None,
     log: Log = lambda line: None,
+    unfinished: Callable[[MeasuredRun], None] | None = None,
 ) -> tuple[MeasuredRun, bool]:
     """Take part in a run with this node's devices, to its end.
 
@@ -109,6 +113,9 @@ def run_node(
         plan: to begin with; the same on every node.
         metrics: file for one JSON line per step, on the node of rank 0.
         log: takes steps and decisions, on the node of rank 0; the others only learn the end.
+
+        unfinished: takes what the journal tells of a run that failed for good since this command was started, before
+            the error is raised.
 
     Returns:
         What happened, the same on every node; and whether rank 0 was on this one.
@@ -119,7 +126,9 @@ def run_node(
         RunError: the run failed, this node is not needed, or the store does not answer.
         StoppedError: this node was told to leave (SIGTERM).
     """
-    report = elastic_folder(settings, policy.run_id) / "measured.json"
+    kept = elastic_folder(settings, policy.run_id)
+    report, journal = kept / "measured.json", Journal(kept / "journal.jsonl")
+    size = journal.size
     if settings.resume:
         checkpoints = settings.elastic_checkpoints.directory
         check_steps_left(checkpoints, newest_step(checkpoints), settings.steps)
@@ -158,7 +167,12 @@ def run_node(
                 mend="start the command again to come back.",
             )
         if process.returncode != 0:
-            raise read_failure(folder, (folder / "stderr.txt").read_text(encoding="utf-8", errors="replace"))
+            error = read_failure(folder, (folder / "stderr.txt").read_text(encoding="utf-8", errors="replace"))
+            if unfinished is not None and journal.size != size:  # else it tells of an earlier run
+                left = journal.unfinished(KnownPlans(kept, plan), plan, settings, why_of(error))
+                if left is not None:
+                    unfinished(left)
+            raise error
     return read(MeasuredRun, report), bool(steps) and steps[-1] + 1 == settings.steps
 
 

@@ -162,6 +162,25 @@ def test_the_journal_outlives_who_writes_it(tmp_path: Path) -> None:
     assert (last[1], journal.broken()) == ({"kind": "end", "launch": "1.0", "how": "stopped"}, 1)
 
 
+def test_what_a_failed_run_trained_stands_in_the_journal(tmp_path: Path) -> None:
+    """Of all its launches, by the plan of the last one; of a run that trained nothing, or all, nothing is left."""
+    journal, known, first = Journal(tmp_path / "journal.jsonl"), KnownPlans(tmp_path, plan_of(1, 1)), plan_of(1, 1)
+    settings = RunSettings(model="gpt2", device="cpu")
+    assert journal.unfinished(known, first, settings, "why") is None
+    known.keep(Roster((1,)), plan_of(1))
+    for launch, plan, steps in (("0.0", first, (0, 1, 2)), ("1.0", plan_of(1), (2, 3))):
+        devices = len(plan.placement)
+        journal.write("launch", launch=launch, plan_id=plan.id, devices=devices, nodes=(1,), first_step=steps[0])
+        for step in steps:
+            journal.write("step", launch=launch, step=step, loss=float(step), seconds=1.0, warning=None)
+    left = journal.unfinished(known, first, settings, "why")
+    assert left is not None
+    assert (left.plan_id, left.devices, left.unfinished, left.ranks) == (plan_of(1).id, "1 x cpu", "why", ())
+    assert (left.first_step, left.losses_by_step) == (2, {0: 0.0, 1: 1.0, 2: 2.0, 3: 3.0})
+    journal.write("end", launch="1.0", how="done")
+    assert journal.unfinished(known, first, settings, "why") is None
+
+
 @pytest.fixture
 def agree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """An agreement of a run that began on two nodes, its journal, its planner, and what it said."""
