@@ -27,6 +27,7 @@ from planner.validate.cells import Cells
 from planner.validate.facts import Facts, gather
 from planner.validate.prediction import StepCheck
 from planner.validate.prices import Prices
+from tests.brute_force_division import given_sizes, has_division, obeys
 from tests.brute_force_recompute import ruled_map
 
 StageMap = tuple[tuple[tuple[int, RecomputeMode], ...], ...]
@@ -288,6 +289,8 @@ def stage_maps(known: Facts, *, are_alike: bool = True) -> Iterator[StageMap]:
     modes = [tuple(known.rows(layer)) for layer in known.profile.layers]
     uniform = [wish if wish in offered else offered[0] for offered in modes]
     for cuts in combinations(range(1, count), stages - 1):
+        if not obeys(known, [end - start for start, end in pairwise((0, *cuts, count))]):
+            continue
         for chosen in product(*modes) if are_alike and not known.layout.activation_offload else [uniform]:
             layers = tuple(enumerate(chosen))
             yield tuple(layers[start:end] for start, end in pairwise((0, *cuts, count)))
@@ -296,7 +299,7 @@ def stage_maps(known: Facts, *, are_alike: bool = True) -> Iterator[StageMap]:
 def dealt_map(prices: Prices, schedule: Schedule) -> StageMap:
     """The stage map of the rule, for the validator's prices."""
     chosen, work = chosen_work(prices)
-    sizes = deal(work, schedule.stage_ranks)
+    sizes = given_sizes(prices.facts, schedule.stages) or deal(work, schedule.stage_ranks)
     layers = iter(enumerate(chosen))
     return tuple(tuple(islice(layers, size)) for size in sizes)
 
@@ -322,6 +325,8 @@ def price(known: Facts) -> Iterator[Priced]:
     )
     actions = parse(schedule.to_text())
     is_free = layout.schedule in PARTITIONED
+    if not is_free and not has_division(known, schedule.stages):
+        return
     if is_ruled(layout):
         ruled = ruled_map(cells, schedule)
         stage_maps_here: Iterable[StageMap] = () if ruled is None else (ruled,)

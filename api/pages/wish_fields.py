@@ -10,7 +10,7 @@ from planner.errors import PlannerError, Problem
 from planner.spec import Options, PlanRequest
 from planner.spec.constraint_words import read_constraint
 from planner.spec.devices import catalogue
-from planner.spec.job import CONSTRAINABLE, Objective, OptimizerName, Precision
+from planner.spec.job import CONSTRAINTS, Objective, OptimizerName, Precision
 from planner.spec.words import written
 from profiler.catalogue import names
 
@@ -107,7 +107,7 @@ def _constraints(text: str) -> tuple[dict[str, Any], list[Problem]]:
 def _of_constraint(problem: Problem) -> Problem:
     """The same beside the one field that all constraints are typed in."""
     name = problem.field.rpartition(" ")[2]
-    message = f"{name}: {problem.message}" if name in CONSTRAINABLE else problem.message
+    message = f"{name}: {problem.message}" if name in CONSTRAINTS else problem.message
     return Problem("job.constraints", message, problem.mend)
 
 
@@ -126,7 +126,7 @@ def field_of(problem: Problem) -> str:
     last = problem.field.replace("]", "").replace("[", ".").rpartition(".")[2]
     if last == "node_groups":
         return "nodes"
-    return last if last in BY_NAME else "constraints" if last in CONSTRAINABLE else ""
+    return last if last in BY_NAME else "constraints" if last in CONSTRAINTS else ""
 
 
 def path_text(path: tuple[str | int, ...]) -> str:

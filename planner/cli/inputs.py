@@ -25,7 +25,7 @@ from planner.spec import (
     read,
     read_data,
 )
-from planner.spec.constraint_words import read_constraint, scalar, split
+from planner.spec.constraint_words import layers_of, read_constraint, scalar, split
 from planner.spec.job import COMPUTE_TYPE
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
@@ -208,9 +208,5 @@ def read_layout(words: list[str]) -> PredictionLayout:
     for name in names:
         if names.count(name) > 1:
             raise DocumentError("is given twice.", field=f"--layout {name}", mend="give it once.")
-    layout = {name: _layers(value) if name == "layers_per_stage" else scalar(value) for name, value in pairs}
+    layout = {name: layers_of(value) if name == "layers_per_stage" else scalar(value) for name, value in pairs}
     return parse(PredictionLayout, layout, where="--layout")
-
-
-def _layers(text: str) -> list[Any]:
-    return [scalar(part) for part in text.strip("[]").split(",")]

@@ -8,7 +8,7 @@ from planner.cost import layout_costs, order_of, placement, workload
 from planner.cost.offload import is_offloading
 from planner.search.layouts.offloading import is_offloading_known
 from planner.search.planning import predict
-from planner.spec.job import CONSTRAINABLE
+from planner.spec.job import CONSTRAINABLE, DIVISION, Constraint
 from planner.spec.layout import PredictionLayout
 from planner.spec.plan import Infeasible, Plan, PlanRequest, SearchReport
 from planner.spec.profile import ModelProfile
@@ -20,7 +20,8 @@ _OFFLOADS = ("activation_offload", "optimizer_offload")
 def plan_layout(request: PlanRequest, profile: ModelProfile, layout: PredictionLayout) -> Plan | Infeasible:
     """The plan of this layout, with the stage map of `predict` and no claim that it is the best.
 
-    The plan's request fixes every field of the layout as a constraint, so that its id tells the layout too.
+    The plan's request fixes every field of the layout as a constraint, and a given partition, so that its id tells
+    them too.
 
     Args:
         request: whose cluster and job the plan is for.
@@ -38,7 +39,12 @@ def plan_layout(request: PlanRequest, profile: ModelProfile, layout: PredictionL
         return Infeasible(reasons=forecast.reasons)
     work = workload(profile, cluster, job)
     left_out = () if is_offloading_known(work) or is_offloading(forecast.layout) else _OFFLOADS
-    fixed = {field: forecast.layout.constrained(field) for field in CONSTRAINABLE if field not in left_out}
+    fixed: dict[str, Constraint] = {
+        field: forecast.layout.constrained(field) for field in CONSTRAINABLE if field not in left_out
+    }
+    division = layout.layers_per_stage or job.constraints.get(DIVISION)
+    if division is not None:
+        fixed[DIVISION] = division
     given = request.model_copy(update={"job": job.model_copy(update={"constraints": fixed})})
     return Plan(
         id=given.id,

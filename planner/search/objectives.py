@@ -37,10 +37,12 @@ from planner.search.contenders import Contender, Contest, Field, contest_of, tic
 from planner.search.dive import dive_on_groups, is_poor
 from planner.search.layouts.offloading import check_offload_constraints
 from planner.search.layouts.order_classes import raise_bounds
+from planner.search.layouts.orders import MOST_VIRTUAL_STAGES
 from planner.search.layouts.parts import Part, arrangements, check_prices, parts_of, whole
 from planner.search.layouts.space import space_of
 from planner.search.result import Callbacks
 from planner.search.solve import advance, begin, dive, search
+from planner.search.stage_maps.division import check_division
 from planner.search.stage_maps.inside import NO_LIMIT
 from planner.spec.plan import PlanRequest
 from planner.spec.profile import ModelProfile
@@ -66,6 +68,7 @@ def contest(request: PlanRequest, profile: ModelProfile, callbacks: Callbacks) -
     """
     field = Field(request, profile, callbacks)
     check_offload_constraints(field.whole)
+    check_division(field.whole, MOST_VIRTUAL_STAGES)
     match request.job.objective:
         case "cost":
             return _cheapest(field)

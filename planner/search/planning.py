@@ -47,13 +47,14 @@ from planner.search.result import Callbacks, Found, Limits, improved
 from planner.search.stage_maps.dealt import Uniform, ranks_of
 from planner.search.stage_maps.dealt_on_groups import uniform
 from planner.search.stage_maps.dealt_recompute import PerLayer, check_per_layer, fewest_modes
+from planner.search.stage_maps.division import given_sizes
 from planner.search.stage_maps.inside import LayoutSearch, solve_layout
 from planner.search.stage_maps.segments import allowed_modes, uniform_modes
 from planner.search.stage_maps.synthesized import Unordered, check_synthesis, given_order
 from planner.spec.calibration import Constants
 from planner.spec.cluster import Cluster
 from planner.spec.document import digest
-from planner.spec.job import Job
+from planner.spec.job import DIVISION, Job
 from planner.spec.layout import Layout, PredictionLayout
 from planner.spec.plan import Forecast, Infeasible, Options, Plan, PlannedLayer, PlanRequest, RankMemory, Stage
 from planner.spec.profile import ModelProfile
@@ -232,11 +233,11 @@ def predict(
 ) -> Forecast:
     """Time and memory of one given layout, whether it fits or not.
 
-    Without `layers_per_stage`, the stage map is the fastest for this layout that fits, else the fastest at all. With
-    it, and ``per-layer`` recomputation, the same holds for what recomputes. Under schedules whose partition the search
-    does not look for (several stages per rank, split backwards), layers are dealt as `stage_maps.dealt` says, and
-    recompute ``per-layer`` as `stage_maps.dealt_recompute` says; the order that is ``synthesized`` for them is the
-    one that a search would find.
+    Without `layers_per_stage`, and without the job's constraint of that name, which yields to it, the stage map is the
+    fastest for this layout that fits, else the fastest at all. With it, and ``per-layer`` recomputation, the same holds
+    for what recomputes. Under schedules whose partition the search does not look for (several stages per rank, split
+    backwards), layers are dealt as `stage_maps.dealt` says, and recompute ``per-layer`` as `stage_maps.dealt_recompute`
+    says; the order that is ``synthesized`` for them is the one that a search would find.
 
     Args:
         profile: of the model.
@@ -254,6 +255,8 @@ def predict(
             known, or pieces of sequences that cannot be cut.
         SpecError: the documents do not belong together.
     """
+    if layout.layers_per_stage:
+        job = job.model_copy(update={"constraints": {**job.constraints, DIVISION: layout.layers_per_stage}})
     work = workload(profile, cluster, job, framework=framework, constants=constants)
     plain = Layout.model_validate(
         layout.model_dump(exclude={"layers_per_stage"}) | {"schedule": canonical_name(layout.schedule)}
@@ -266,17 +269,18 @@ def predict(
     if plain.schedule == SYNTHESIZED:
         check_synthesis(costs)
         unordered = Unordered(costs, Uniform.of(costs, uniform_modes(costs, plain.recompute)))
-        found = given_order(unordered, layout.layers_per_stage)
+        found = given_order(unordered)
         return _forecast(costs, found.stage_map, found.schedule, actions=found.schedule.to_text())
     _check_full_backwards(costs)
-    return _forecast(costs, _stage_map(costs, layout.layers_per_stage), schedule_of(costs))
+    return _forecast(costs, _stage_map(costs), schedule_of(costs))
 
 
-def _stage_map(costs: LayoutCosts, counts: Sequence[int] | None) -> StageMap:
+def _stage_map(costs: LayoutCosts) -> StageMap:
     layout = costs.layout
     if layout.schedule in BOUNDED:
-        return _given(costs, counts) if counts else _fastest(costs)
-    return _fewest(costs, counts) if layout.recompute == "per-layer" else _alike(costs, counts)
+        sizes = given_sizes(costs.work, layout.pipeline_parallel_degree)
+        return _given(costs, sizes) if sizes else _fastest(costs)
+    return _fewest(costs) if layout.recompute == "per-layer" else _alike(costs)
 
 
 def _check_virtual_stages(layout: Layout) -> None:
@@ -352,20 +356,20 @@ def _given(costs: LayoutCosts, counts: Sequence[int]) -> StageMap:
     raise AssertionError("without a memory limit every partition has a price")
 
 
-def _alike(costs: LayoutCosts, counts: Sequence[int] | None) -> StageMap:
+def _alike(costs: LayoutCosts) -> StageMap:
     """Given or dealt numbers of layers, all recomputed as the layout says, as the search has them for this schedule."""
     modes = uniform_modes(costs, costs.layout.recompute)
     layers = uniform(costs, modes)
-    return layers.stage_map(counts or layers.dealt(ranks_of(costs)))
+    return layers.stage_map(layers.dealt(ranks_of(costs)))
 
 
-def _fewest(costs: LayoutCosts, counts: Sequence[int] | None) -> StageMap:
+def _fewest(costs: LayoutCosts) -> StageMap:
     """Given or dealt numbers of layers, of which as few recompute as the memory asks, as the search has them for this
     schedule; none where no choice fits."""
     schedule = schedule_of(costs)
     check_per_layer(costs, schedule)
     layers = PerLayer.of(costs, allowed_modes(costs, (costs.layout.recompute,)))
-    sizes = tuple(counts or layers.dealt(ranks_of(costs)))
+    sizes = layers.dealt(ranks_of(costs))
     return fewest_modes(costs, layers, sizes, schedule) or layers.fastest.stage_map(sizes)
 
 

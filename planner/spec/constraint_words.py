@@ -9,12 +9,13 @@ from typing import Any
 
 from planner.errors import DocumentError, UnknownNameError
 from planner.spec.document import parse
-from planner.spec.job import CONSTRAINABLE
-from planner.spec.layout import Layout
+from planner.spec.job import CONSTRAINTS, DIVISION
+from planner.spec.layout import Layout, PredictionLayout
 
 
 def read_constraint(text: str, *, where: str) -> tuple[str, Any]:
-    """``FIELD=V`` -> field and constraint: V is a value, a list ``a,b,c``, or a range ``MIN..MAX`` (one end may lack).
+    """``FIELD=V`` -> field and constraint: V is a value, a list ``a,b,c``, or a range ``MIN..MAX`` (one end may lack);
+    of ``layers_per_stage`` a rule, or the layers of every stage.
 
     Args:
         text: as typed.
@@ -24,7 +25,9 @@ def read_constraint(text: str, *, where: str) -> tuple[str, Any]:
         UnknownNameError: no layout has this field.
         DocumentError: the value does not fit the field.
     """
-    name, value = split(text, CONSTRAINABLE, where)
+    name, value = split(text, CONSTRAINTS, where)
+    if name == DIVISION:
+        return name, _division(value)
     if ".." in value:
         return name, _range(name, value, where)
     values = [_value(name, part) for part in value.split(",")]
@@ -47,6 +50,18 @@ def split(text: str, names: Sequence[str], where: str) -> tuple[str, str]:
     if not equals or not value.strip():
         raise DocumentError(f"{text!r} gives no value.", field=f"{where} {name}", mend=f"write {name}=VALUE.")
     return name, value.strip()
+
+
+def _division(text: str) -> Any:
+    """A rule as it is; else a list, of one stage too. Whether it can be is the job's to say."""
+    if text[0].isalpha() or ".." in text:
+        return text
+    return list(parse(PredictionLayout, {DIVISION: layers_of(text)}).layers_per_stage or ())
+
+
+def layers_of(text: str) -> list[Any]:
+    """``4,5,5,4`` or ``[4,5,5,4]``."""
+    return [scalar(part) for part in text.strip("[]").split(",")]
 
 
 def _range(name: str, text: str, where: str) -> dict[str, int]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from planner.spec.document import Document
 
@@ -43,6 +43,20 @@ CONSTRAINABLE = (
     "activation_offload",
     "optimizer_offload",
 )
+"""Layout fields."""
+DIVISION = "layers_per_stage"
+"""The one constraint on stage maps: how many layers every stage has."""
+CONSTRAINTS = (*CONSTRAINABLE, DIVISION)
+DivisionWord = Literal["even", "even-layers"]
+DIVISION_WORDS: tuple[DivisionWord, ...] = get_args(DivisionWord)
+"""Rules for as many stages as a layout has: layers that the model numbers (``model.layers.7``) shared out evenly, or
+all layers."""
+_DIVISION_SCHEMA: dict[str, JsonValue] = {
+    "anyOf": [
+        {"enum": list(DIVISION_WORDS)},
+        {"type": "array", "items": {"type": "integer", "minimum": 1}, "minItems": 1},
+    ]
+}
 
 
 class Range(Document):
@@ -59,7 +73,7 @@ class Range(Document):
 
 
 Constraint = Scalar | Range | tuple[Scalar, ...]
-"""A value (fixed), a range (bounded) or a list (one of)."""
+"""A value (fixed), a range (bounded) or a list (one of); of `DIVISION` a rule, or the layers of every stage."""
 
 
 class Job(Document):
@@ -79,8 +93,10 @@ class Job(Document):
     meet the deadline. The last two may use a part of the cluster: whole nodes, or some devices of one node."""
     deadline_seconds: float | None = Field(default=None, gt=0)
     """Of one step; for ``devices`` only."""
-    constraints: dict[str, Constraint] = Field(default_factory=dict)
-    """Any layout field fixed, bounded or listed."""
+    constraints: dict[str, Constraint] = Field(
+        default_factory=dict, json_schema_extra={"properties": {DIVISION: _DIVISION_SCHEMA}}
+    )
+    """Any layout field fixed, bounded or listed, and how layers are divided into stages."""
 
     @model_validator(mode="after")
     def _deadline_has_a_use(self) -> Self:
@@ -96,11 +112,25 @@ class Job(Document):
     @model_validator(mode="after")
     def _constraints_name_layout_fields(self) -> Self:
         for name, constraint in self.constraints.items():
-            if name not in CONSTRAINABLE:
-                raise ValueError(f"constraints: {name!r} is no layout field; use one of {', '.join(CONSTRAINABLE)}")
+            if name not in CONSTRAINTS:
+                raise ValueError(f"constraints: {name!r} is no layout field; use one of {', '.join(CONSTRAINTS)}")
             if isinstance(constraint, tuple) and not constraint:
                 raise ValueError(f"constraints: {name} lists no value; list at least one")
+        division = self.constraints.get(DIVISION)
+        if division is not None and not _divides(division):
+            given = list(division) if isinstance(division, tuple) else division
+            raise ValueError(
+                f"constraints: {DIVISION} cannot be {given!r}; give {' or '.join(DIVISION_WORDS)}, or a list with the "
+                "layers of every stage, each at least 1, such as [20, 20, 21, 21]"
+            )
         return self
+
+
+def _divides(constraint: Constraint) -> bool:
+    """Is this a rule, or layers of stages?"""
+    if isinstance(constraint, tuple):
+        return all(isinstance(each, int) and not isinstance(each, bool) and each >= 1 for each in constraint)
+    return constraint in DIVISION_WORDS
 
 
 def allows(constraint: Constraint | None, value: Scalar) -> bool:

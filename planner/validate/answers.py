@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import permutations
 
 from planner.spec.plan import ParetoPoint, Plan
+from planner.validate.division import check_division
 from planner.validate.facts import Facts
 from planner.validate.findings import Findings
 from planner.validate.memory import largest_capacity_bytes
@@ -62,6 +63,7 @@ def _check_pareto(plan: Plan, facts: Facts, findings: Findings) -> None:
         findings.equal(f"{where}.layers_per_stage: layers", sum(point.layers_per_stage), len(facts.profile.layers))
         stages = point.layout.pipeline_parallel_degree * point.layout.virtual_stages_per_rank
         findings.equal(f"{where}.layers_per_stage: stages", len(point.layers_per_stage), stages)
+        check_division(f"{where}.layers_per_stage", point.layers_per_stage, facts, findings)
         if point.devices > facts.cluster.devices:
             findings.wrong(f"{where}.devices", f"the cluster has fewer than {point.devices}.")
         if point.peak_bytes > (capacity := largest_capacity_bytes(facts)):

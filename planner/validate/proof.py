@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from planner.spec.layout import Layout
 from planner.spec.plan import Alternative, Plan
+from planner.validate.division import check_division
 from planner.validate.facts import Facts
 from planner.validate.findings import Findings
 from planner.validate.memory import largest_capacity_bytes
@@ -66,6 +67,7 @@ def _check_alternative(where: str, alternative: Alternative, facts: Facts, findi
     check_batch(f"{where}.micro_batches: samples per step", layout, alternative.micro_batches, facts, findings)
     findings.equal(f"{where}.layers_per_stage: stages", len(counts), stages)
     findings.equal(f"{where}.layers_per_stage: layers", sum(counts), len(facts.profile.layers))
+    check_division(f"{where}.layers_per_stage", counts, facts, findings)
     capacity = largest_capacity_bytes(facts)
     if alternative.peak_bytes > capacity:
         findings.wrong(f"{where}.peak_bytes", f"{alternative.peak_bytes} of {capacity} do not fit.")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from planner.spec.job import Job, allows
+from planner.spec.job import DIVISION, Job, allows
 from planner.spec.layout import Layout
 from planner.spec.plan import Plan
 from planner.spec.profile import ModelProfile
 from planner.validate.cells import Cells
+from planner.validate.division import check_division
 from planner.validate.facts import Facts
 from planner.validate.findings import Findings
 from planner.validate.schedules import RULES, Rules, Shape, permits_schedule
@@ -39,9 +40,9 @@ def check_layout(plan: Plan, facts: Facts, findings: Findings) -> None:
     _check_whole_sequences(layout, facts.profile, findings)
     _check_rows(layout, facts, findings)
     for field, constraint in job.constraints.items():
-        value: Any = layout.constrained(field)
-        if field == "recompute":
+        if field in ("recompute", DIVISION):
             continue
+        value: Any = layout.constrained(field)
         if not (permits_schedule(constraint, value) if field == "schedule" else allows(constraint, value)):
             findings.wrong(f"layout.{field}", f"the plan says {value}, the job's constraint does not allow it.")
     findings.checked.append("degrees multiply to the devices, micro-batches to the global batch, constraints hold")
@@ -154,6 +155,7 @@ def check_stages(plan: Plan, facts: Facts, findings: Findings) -> None:
         placed = tuple(row.rank for row in plan.placement if row.pipeline == stage.pipeline_rank)
         findings.equal(f"stages[{position}].ranks", stage.ranks, placed)
     _check_layers(plan, facts, findings)
+    check_division("stages: layers", [len(stage.layers) for stage in plan.stages], facts, findings)
     _check_recompute(plan, facts, findings)
     findings.checked.append("every layer stands on one stage, in the model's order, every stage on its pipeline rank")
     findings.checked.append("every recompute mode is one that the profile offers and the job permits")

@@ -37,13 +37,13 @@ def test_stages_and_actions_stand_on_the_schedules_ranks(schedule: str) -> None:
     assert not found.search.optimal
 
 
-def test_id_tells_the_layout() -> None:
-    """Two layouts of one request are two plans."""
+def test_id_tells_the_layout_and_its_partition() -> None:
+    """Two layouts of one request are two plans, and two partitions of one layout."""
     model = four_equal_layers()
-    plans = [given(model, schedule=schedule, layers_per_stage=(2, 2)) for schedule in ("zb-h1", "zb-h2")]
+    asked = [("zb-h1", (2, 2)), ("zb-h2", (2, 2)), ("zb-h1", (1, 3))]
+    plans = [given(model, schedule=schedule, layers_per_stage=sizes) for schedule, sizes in asked]
     assert all(isinstance(each, Plan) and each.id == each.request.id for each in plans)
-    assert plans[0] != plans[1]
-    assert len({each.id for each in plans if isinstance(each, Plan)}) == 2
+    assert len({each.id for each in plans if isinstance(each, Plan)}) == 3
 
 
 def test_what_does_not_fit_is_no_plan() -> None:

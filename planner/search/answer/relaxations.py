@@ -191,7 +191,7 @@ def _without_constraints(work: Workload) -> Iterator[_Change]:
     """The job without each of its constraints."""
     for name, constraint in work.job.constraints.items():
         others = {key: value for key, value in work.job.constraints.items() if key != name}
-        words = f"without {name} = {constraint_text(constraint)}"
+        words = f"without {name} = {constraint_text(constraint, name)}"
         yield _Change(f"constraints.{name}", words, work.cluster, work.job.model_copy(update={"constraints": others}))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.spec.job import Constraint, Range
+from planner.spec.job import DIVISION, Constraint, Range
 from planner.spec.layout import Layout
 from planner.spec.words import written
 
@@ -52,8 +52,10 @@ def _value(value: object) -> str:
     return {True: "on", False: "off", None: "all"}[value] if isinstance(value, bool | None) else str(value)
 
 
-def constraint_text(constraint: Constraint | None) -> str:
-    """A constraint in words, such as ``1..4``, ``..4``, ``false`` or ``1f1b or zb-v``."""
+def constraint_text(constraint: Constraint | None, field: str = "") -> str:
+    """A constraint in words, such as ``1..4``, ``..4``, ``false`` or ``1f1b or zb-v``; layers of stages ``4,5,5,4``."""
+    if field == DIVISION and isinstance(constraint, tuple):
+        return ",".join(map(str, constraint))
     if isinstance(constraint, Range):
         return "..".join("" if end is None else str(end) for end in (constraint.min, constraint.max))
     return " or ".join(map(written, constraint)) if isinstance(constraint, tuple) else written(constraint)

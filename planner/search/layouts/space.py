@@ -7,6 +7,7 @@ what they offload; on several node groups also in whether their stage maps are s
 (D3)  micro-batch sizes, tensor, context and expert degrees and sequence parallelism are those that the profile has
       rows for: refuse, never guess                                                                    -> families()
 (D4)  a stage has a layer at least: pipeline x virtual stages <= layers                              -> layouts.orders
+      where the job fixes how layers are divided, into so many stages                       -> stage_maps.division
       and equal pieces: the sequence divides by context x tensor degree under sequence parallelism, by the context
       degree without                                                                                   -> families()
 (D5)  optimizers that update whole matrices (Adafactor, Muon) take no tensor and expert parallelism and no ZeRO; ZeRO
@@ -49,6 +50,7 @@ from planner.search.layouts.orders import (
 )
 from planner.search.layouts.standing import Degrees, Speeds, Standing, standings_of
 from planner.search.layouts.whole_sequences import check_asked_pieces
+from planner.search.stage_maps.division import divides
 from planner.spec.job import WHOLE_PARAMETERS, Constraint, Job, allows
 from planner.spec.layout import Layout, RankOrder, ZeroStage
 
@@ -231,6 +233,7 @@ def _families(
     )
     words = {split: recompute_words(rows, wish) for split, rows in work.sizes.items()}
     cuts = {split: (1, *chunks_of(work, split, constraints, schedules)) for split in work.sizes}
+    is_division = cache(partial(divides, work.profile, constraints))
     shares_shards = {split: _shares_shards(work, rows) for split, rows in work.sizes.items()}
     for split in work.sizes:
         size, tensor, context, expert, sequence_parallel = split
@@ -248,6 +251,7 @@ def _families(
                 alone = whole or degrees[0] * context == 1 or (pipeline > 1 and shares_shards[split])
                 for chunks in cuts[split] if standing.are_alike else (1,):
                     orders = orders_of(work, pipeline, standing, chunks, schedules, virtual, words[split])
+                    orders = tuple(one for one in orders if is_division(pipeline * one.virtual_stages))
                     if offloading.activations:
                         orders = orders_offloading(orders, work.sizes[split], wish) if chunks == 1 else ()
                     family = Family(
@@ -377,7 +381,7 @@ def _reasons(work: Workload) -> tuple[str, ...]:
         )
     count = sum(family.count for family in candidates)
     reasons = [
-        f"the constraint {field} = {constraint_text(constraint)} leaves none of the {count} layouts"
+        f"the constraint {field} = {constraint_text(constraint, field)} leaves none of the {count} layouts"
         for field, constraint in work.job.constraints.items()
         if field != "recompute" and not any(families(work, {field: constraint}))
     ]

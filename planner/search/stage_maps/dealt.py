@@ -18,9 +18,9 @@ Whatever the order, a rank runs nothing before its lowest stage has its first in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Self
 
 import numpy as np
@@ -33,6 +33,7 @@ from planner.schedule.in_flight import most_held
 from planner.schedule.rows import BACKWARD, Row
 from planner.search.bounds.layout import first_chunk, host_room_bytes, room_bytes
 from planner.search.stage_maps.dealing import dealt_in_proportion, holders
+from planner.search.stage_maps.division import Sizes, given_sizes
 from planner.search.stage_maps.segments import LayerModes
 from planner.search.stage_maps.windows import Kinds
 
@@ -155,6 +156,8 @@ class Uniform:
     """Of the first sequence chunk; where sequences stay whole, all."""
     first_backward: _Sizes
     chunks: int
+    given: Callable[[int], Sizes | None]
+    """Layers of so many stages, where the job fixes them."""
 
     @classmethod
     def of(cls, costs: LayoutCosts, modes: tuple[LayerModes, ...]) -> Self:
@@ -192,6 +195,7 @@ class Uniform:
             first_forward=by_layer(each[0] for each in firsts),
             first_backward=by_layer(each[1] for each in firsts),
             chunks=chunks,
+            given=partial(given_sizes, costs.work),
         )
 
     @cached_property
@@ -200,8 +204,9 @@ class Uniform:
         return tuple((self.forward + self.backward).tolist())
 
     def dealt(self, stage_ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Layers of every stage, as `deal` has them."""
-        return dealt_in_proportion((self.proportions,), (0,) * (max(stage_ranks) + 1), stage_ranks)
+        """Layers of every stage, as the job fixes them, or `deal` has them."""
+        given = self.given(len(stage_ranks))
+        return given or dealt_in_proportion((self.proportions,), (0,) * (max(stage_ranks) + 1), stage_ranks)
 
     def stage_map(self, sizes: Sequence[int]) -> StageMap:
         """Stages of so many layers."""

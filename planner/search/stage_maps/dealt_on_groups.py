@@ -23,6 +23,7 @@ from planner.cost import LayoutCosts, StageMap
 from planner.search.bounds.whole_layers import Repeated
 from planner.search.stage_maps.dealing import Numbers, deal_among, holders
 from planner.search.stage_maps.dealt import Traits, Uniform
+from planner.search.stage_maps.division import given_sizes
 from planner.search.stage_maps.lanes import modes_on
 from planner.search.stage_maps.segments import LayerModes
 
@@ -60,7 +61,8 @@ class RankUniform:
 
     def dealt(self, stage_ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Layers of every stage: equation (E13)."""
-        return deal_among(tuple(kind.work for kind in self.kinds), self.devices, stage_ranks)
+        given = given_sizes(self.costs.work, len(stage_ranks))
+        return given or deal_among(tuple(kind.work for kind in self.kinds), self.devices, stage_ranks)
 
     def stage_map(self, sizes: Sequence[int]) -> StageMap:
         """Stages of so many layers."""

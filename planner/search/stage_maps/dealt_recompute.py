@@ -84,7 +84,7 @@ class PerLayer:
 
     def dealt(self, stage_ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Layers of every stage."""
-        return deal(self._rounded_work, stage_ranks)
+        return self.fastest.given(len(stage_ranks)) or deal(self._rounded_work, stage_ranks)
 
     def least_ticks(
         self,

@@ -30,6 +30,7 @@ from planner.cost import (
 from planner.schedule import critical_path
 from planner.search.bounds.layout import BOUNDED, Totals, host_room_bytes, lower_bound, room_bytes, warm_ups
 from planner.search.bounds.round_trips import Neighbours
+from planner.search.stage_maps.division import given_sizes
 from planner.search.stage_maps.lanes import Lane, lanes_of, windows_on
 from planner.search.stage_maps.paths import Cut, Path, Ways, most_even
 from planner.search.stage_maps.recompute import cheapest_modes
@@ -363,8 +364,9 @@ class LeastMemory(NamedTuple):
 
 def least_memory(costs: LayoutCosts, modes: tuple[LayerModes, ...]) -> LeastMemory:
     """What a layout needs at least of devices and hosts."""
-    windows = Windows.everywhere(len(modes), costs.layout.pipeline_parallel_degree)
-    lanes, ranks = lanes_of(costs, modes, windows, must_fit=False), range(costs.layout.pipeline_parallel_degree)
+    stages = costs.layout.pipeline_parallel_degree
+    windows = Windows.everywhere(len(modes), stages).only(given_sizes(costs.work, stages))
+    lanes, ranks = lanes_of(costs, modes, windows, must_fit=False), range(stages)
     room = np.array([[room_bytes(lane.costs.on_rank(rank)) for rank in ranks] for lane in lanes])
     missing = [lane.segments.least_bytes - own[:, None, None] for lane, own in zip(lanes, room, strict=True)]
     host_room, segments = host_room_bytes(costs), lanes[0].segments

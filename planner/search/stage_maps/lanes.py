@@ -19,6 +19,7 @@ import numpy as np
 from planner.cost import LayoutCosts, schedule_of
 from planner.schedule import Schedule, in_flight_per_stage
 from planner.search.bounds.layout import BOUNDED, host_room_bytes, room_bytes, warm_ups, work_of
+from planner.search.stage_maps.division import given_sizes
 from planner.search.stage_maps.paths import bottleneck_bounds, segment_bounds
 from planner.search.stage_maps.segments import LayerModes, Mask, Segments, Table
 from planner.search.stage_maps.windows import Kinds, Windows, reach, windows_of, within
@@ -136,14 +137,15 @@ def lanes_of(
 def windows_on(
     costs: LayoutCosts, modes: tuple[LayerModes, ...], limit_ticks: int, *, must_fit: bool = True
 ) -> Windows:
-    """Where ranks can start in stage maps that fit and take fewer ticks than the limit; in every lane."""
+    """Where ranks can start in stage maps that fit, take fewer ticks than the limit, and are divided as the job fixes
+    it; in every lane."""
 
     def room(own: LayoutCosts) -> int:
         return room_bytes(own) if must_fit else UNBOUNDED_BYTES
 
-    kinds = Kinds.of(modes)
+    kinds, sizes = Kinds.of(modes), given_sizes(costs.work, costs.layout.pipeline_parallel_degree)
     if not costs.columns:
-        return windows_of(costs, kinds, in_flight(costs), room(costs), limit_ticks)
+        return windows_of(costs, kinds, in_flight(costs), room(costs), limit_ticks).only(sizes)
     passing = kinds.sums([work_of(options)[0] for options in kinds.options])
     lanes = []
     for column in costs.columns:
@@ -153,7 +155,7 @@ def windows_on(
             for key, own in known.items()
         }
         lanes.append([reached[id(own.layers)][rank] for rank, own in enumerate(column.ranks)])
-    return within([np.minimum.reduce(each) for each in zip(*lanes, strict=True)], len(modes))
+    return within([np.minimum.reduce(each) for each in zip(*lanes, strict=True)], len(modes)).only(sizes)
 
 
 def in_flight(costs: LayoutCosts) -> tuple[int, ...]:

@@ -44,7 +44,6 @@ from planner.schedule.room import Room
 from planner.schedule.synthesize import MOST_ACTIONS, Synthesis, best_known, best_order, best_shape
 from planner.schedule.synthesized import NAME
 from planner.search.result import Candidate
-from planner.search.stage_maps.dealing import deal
 from planner.search.stage_maps.dealt import Traits, Uniform
 from planner.search.stage_maps.inside import NO_LIMIT
 
@@ -160,7 +159,7 @@ def first_bound(layout: Unordered) -> int | None:
     costs, layers = layout.costs, layout.layers
     bounds = []
     for shape in shapes_of(costs):
-        sizes = deal(layers.work, shape.stage_ranks)
+        sizes = layers.dealt(shape.stage_ranks)
         # When a rank's first backward runs, it holds a whole micro-batch of all its stages.
         held = (dict.fromkeys(shape.stages_of(rank), 1) for rank in (0, shape.ranks - 1))
         if layers.may_hold(sizes, Traits(tuple(held), ends_low=False)):
@@ -174,17 +173,11 @@ def least_ticks(layout: Unordered) -> int | None:
     return min((math.ceil(question.problem.bound()) for question in fitting), default=None)
 
 
-def questions(layout: Unordered, counts: Sequence[int] | None = None) -> tuple[Question, ...]:
-    """The layout's stages in every way of (Y1).
-
-    Args:
-        layout: whose order is to be found.
-        counts: layers of every stage, where they are given and not dealt.
-    """
+def questions(layout: Unordered) -> tuple[Question, ...]:
+    """The layout's stages in every way of (Y1)."""
     costs, layers = layout.costs, layout.layers
     return tuple(
-        Question.of(costs, layers.stage_map(counts or deal(layers.work, shape.stage_ranks)), shape)
-        for shape in shapes_of(costs)
+        Question.of(costs, layers.stage_map(layers.dealt(shape.stage_ranks)), shape) for shape in shapes_of(costs)
     )
 
 
@@ -203,14 +196,9 @@ def synthesized(
     return _best(questions(layout), limit_ticks, work, each, seconds)
 
 
-def given_order(layout: Unordered, counts: Sequence[int] | None = None) -> Candidate:
-    """The plan of one given layout, as a search would have it, whether it fits or not.
-
-    Args:
-        layout: whose order is to be found.
-        counts: layers of every stage, where they are given and not dealt.
-    """
-    asked = questions(layout, counts)
+def given_order(layout: Unordered) -> Candidate:
+    """The plan of one given layout, as a search would have it, whether it fits or not."""
+    asked = questions(layout)
     fitting = _best(asked, NO_LIMIT).candidate
     if fitting is not None:
         return fitting

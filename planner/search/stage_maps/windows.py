@@ -25,6 +25,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Self
 
 import numpy as np
@@ -53,6 +54,13 @@ class Windows:
         """Wherever every stage has a layer."""
         spare = layers - stages
         return cls((*range(stages), layers), (0, *(spare + stage for stage in range(1, stages)), layers))
+
+    def only(self, sizes: Sequence[int] | None) -> Self:
+        """Of these those with stages of so many layers; all, where nothing is given."""
+        if sizes is None:
+            return self
+        bounds = (0, *accumulate(sizes))
+        return type(self)(tuple(map(max, self.least, bounds)), tuple(map(min, self.most, bounds)))
 
     @property
     def is_empty(self) -> bool:
