@@ -19,8 +19,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: venv
 	$(VENV)/bin/python -m examples.demo
 
+# Ranks, agents and solvers start by the dozen: what they import is compiled once, whatever the shell is set to.
 test: venv
-	$(VENV)/bin/python -m pytest -n auto --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n auto --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
 
 lint: venv
 	$(VENV)/bin/ruff check
