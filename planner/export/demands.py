@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from planner.export.target import refuse
+from planner.export.transformer import Transformer
 from planner.spec import Plan
+from planner.spec.job import DIVISION_WORDS, DivisionWord
 from planner.spec.words import written
 
 
@@ -67,3 +69,42 @@ def known(plan: Plan, target: str, field: str, words: Mapping[str, str]) -> str:
             mend=f"plan a job with {field} {next(iter(words))}",
         )
     return words[value]
+
+
+def demand_division(
+    plan: Plan, target: str, blocks: Transformer, takes: Callable[[Sequence[int]], bool], does: str
+) -> None:
+    """Refuse a plan whose stages have other numbers of blocks than a target makes of the model by itself.
+
+    Args:
+        plan: any.
+        target: the runtime, as it calls itself.
+        blocks: of the plan.
+        takes: does it make stages of so many blocks?
+        does: what it makes, such as "deals blocks equally to 4 stages".
+
+    Raises:
+        UnsupportedError: it does not; the mend is a rule of the job's for the division, where one of them suits, and
+            else fewer stages too.
+    """
+    sizes = [stage.blocks for stage in blocks.stages]
+    if takes(sizes):
+        return
+    fitting = (word for word in DIVISION_WORDS if takes(_divided(word, blocks.blocks, len(sizes))))
+    mend = f"plan with --fix layers_per_stage={next(fitting, '')}"
+    if mend.endswith("="):
+        fewer = (each for each in range(len(sizes) - 1, 0, -1) if plan.layout.devices % each == 0)
+        stages = next(each for each in fewer if takes(_divided("even", blocks.blocks, each)))
+        mend = f"plan with --fix layers_per_stage=even --fix pipeline_parallel_degree={stages}"
+        mend += " --fix virtual_stages_per_rank=1" if plan.layout.virtual_stages_per_rank > 1 else ""
+    refuse(target, f"{does}, the plan has {', '.join(map(str, sizes))}", field="stages", mend=mend)
+
+
+def _divided(word: DivisionWord, blocks: int, stages: int) -> list[int]:
+    """Blocks of every stage by a rule of the job's, of a model with an embedding and a head besides."""
+    ends = 2 if word == "even-layers" else 0
+    each, more = divmod(blocks + ends, stages)
+    sizes = [each + (stage < more) for stage in range(stages)]
+    sizes[0] -= ends // 2
+    sizes[-1] -= ends // 2
+    return sizes

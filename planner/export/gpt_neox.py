@@ -15,6 +15,9 @@ and a plan of other stages is refused.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from planner.export.demands import demand_division
 from planner.export.runtime import Runtime, more_memory, whole_model_recompute
 from planner.export.target import Export, Target, header, refuse
 from planner.export.transformer import Transformer
@@ -37,7 +40,7 @@ def write(plan: Plan) -> Export:
     """The keys that the plan decides, as YAML."""
     blocks = _NEOX.transformer(plan)
     _check_zero(plan)
-    pattern = _pattern(blocks)
+    pattern = _pattern(plan, blocks)
     recompute, told = whole_model_recompute(blocks, _NEOX.name)
     warnings = [*told, *_memory(plan)]
     text = header(plan, _NEOX.name, _VERSION, warnings) + _yaml(plan, blocks, pattern, recompute=recompute)
@@ -100,19 +103,19 @@ def _check_zero(plan: Plan) -> None:
             )
 
 
-def _pattern(blocks: Transformer) -> str:
-    """What DeepSpeed finds the layers of weight 1 by: equation (1)."""
-    sizes = [stage.blocks for stage in blocks.stages]
+def _takes(sizes: Sequence[int]) -> bool:
+    """Equation (1)."""
     most = max(sizes)
-    before, behind = most - sizes[0], most - sizes[-1]
-    if len(set(sizes[1:-1]) | {most}) > 1 or before > len(_BEFORE) or behind > len(_BEHIND) or min(sizes) == 0:
-        refuse(
-            _NEOX.name,
-            "cuts stages of equal numbers of blocks, or at most one less in the first and two less in the last, the "
-            f"plan has {', '.join(map(str, sizes))}",
-            field="stages",
-            mend="plan with --fix pipeline_parallel_degree=1",
-        )
+    is_even = len(set(sizes[1:-1]) | {most}) == 1 and min(sizes) > 0
+    return is_even and most - sizes[0] <= len(_BEFORE) and most - sizes[-1] <= len(_BEHIND)
+
+
+def _pattern(plan: Plan, blocks: Transformer) -> str:
+    """What DeepSpeed finds the layers of weight 1 by: equation (1)."""
+    does = "cuts stages of equal numbers of blocks, or at most one less in the first and two less in the last"
+    demand_division(plan, _NEOX.name, blocks, _takes, does)
+    sizes = [stage.blocks for stage in blocks.stages]
+    before, behind = max(sizes) - sizes[0], max(sizes) - sizes[-1]
     return "|".join((_BLOCK, *_BEFORE[:before], *_BEHIND[:behind]))
 
 

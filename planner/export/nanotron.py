@@ -19,6 +19,7 @@ range told; a plan that no r gives is refused.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from planner.export.runtime import Runtime, more_memory, whole_model_recompute
@@ -117,12 +118,37 @@ def _cut(blocks: Transformer) -> list[str]:
             _NANOTRON.name,
             f"cuts stages of about equal cost, and cuts no model into {', '.join(map(str, sizes))} blocks",
             field="stages",
-            mend="plan with --fix pipeline_parallel_degree=1",
+            mend=_nearest(sizes),
         )
     return [
         f"nanotron cuts stages itself: into the plan's {', '.join(map(str, sizes))} blocks where vocab_size / "
         f"(4 hidden_size + 3 intermediate_size) of your model is {_range(least, most)}, and else into others."
     ]
+
+
+def _nearest(sizes: list[int]) -> str:
+    """What to ask for instead: of its cuts, for heads of up to as much as all blocks, the one nearest to the plan's."""
+    blocks, stages = sum(sizes), len(sizes)
+    wanted, best = list(accumulate(sizes)), [blocks]
+    for head in range(blocks * stages):
+        share = (blocks + head / stages) / stages
+        stops = [min(int(share * stage) + 1, blocks) for stage in range(1, stages)]
+        least, most = head_costs([stop - start for start, stop in pairwise((0, *stops, blocks))])
+        if least < most and (len(best) < stages or _apart(stops, wanted) < _apart(best, wanted)):
+            best = [*stops, blocks]
+    if len(best) < stages:
+        return "plan with --fix pipeline_parallel_degree=1"
+    cut = [stop - start for start, stop in pairwise((0, *best))]
+    layers = [count + (stage == 0) + (stage == stages - 1) for stage, count in enumerate(cut)]
+    told = _range(*head_costs(cut))
+    return (
+        f"plan with --fix layers_per_stage={','.join(map(str, layers))}, which it cuts where vocab_size / "
+        f"(4 hidden_size + 3 intermediate_size) is {told}"
+    )
+
+
+def _apart(stops: Sequence[int], wanted: Sequence[int]) -> int:
+    return sum(abs(one - other) for one, other in zip(stops, wanted, strict=False))
 
 
 def head_costs(sizes: list[int]) -> tuple[float, float]:

@@ -14,6 +14,7 @@ pipeline was read in paddlenlp/transformers/llama/modeling_pp.py, and in Paddle'
 
 from __future__ import annotations
 
+from planner.export.demands import demand_division
 from planner.export.runtime import Runtime, whole_block_recompute
 from planner.export.target import Export, Target, header, refuse
 from planner.export.transformer import Transformer
@@ -89,14 +90,8 @@ def _yes(value: bool) -> str:
 
 
 def _check_cut(plan: Plan, blocks: Transformer) -> None:
-    sizes = [stage.blocks for stage in blocks.stages]
-    if len(set(sizes)) > 1:
-        refuse(
-            _PADDLENLP.name,
-            f"deals blocks equally to {len(sizes)} stages, the plan has {', '.join(map(str, sizes))}",
-            field="stages",
-            mend="plan with --fix pipeline_parallel_degree=1",
-        )
+    does = f"deals blocks equally to {len(blocks.stages)} stages"
+    demand_division(plan, _PADDLENLP.name, blocks, lambda sizes: len(set(sizes)) == 1, does)
 
 
 def _check_zero(plan: Plan) -> None:

@@ -9,8 +9,9 @@ has it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from planner.export.demands import demand_division
 from planner.export.runtime import Runtime, more_memory
 from planner.export.target import Export, Target, header, refuse
 from planner.export.transformer import Transformer
@@ -32,7 +33,7 @@ _PICOTRON = Runtime(
 def write(plan: Plan) -> Export:
     """The keys that the plan decides, as JSON."""
     blocks = _PICOTRON.transformer(plan)
-    _check_cut(blocks)
+    _check_cut(plan, blocks)
     _check_context(plan)
     warnings = tuple(_warnings(plan))
     told = header(plan, _PICOTRON.name, _VERSION, warnings, comment="").splitlines()
@@ -60,19 +61,15 @@ def _config(plan: Plan, blocks: Transformer) -> dict[str, dict[str, object]]:
     }
 
 
-def _check_cut(blocks: Transformer) -> None:
+def _check_cut(plan: Plan, blocks: Transformer) -> None:
     """PipelineParallel.distribute_layers: as even as can be, the first stages with one block more."""
-    sizes = [stage.blocks for stage in blocks.stages]
-    whole, more = divmod(blocks.blocks, len(sizes))
-    its = [whole + (stage < more) for stage in range(len(sizes))]
-    if sizes != its:
-        refuse(
-            _PICOTRON.name,
-            f"cuts {blocks.blocks} blocks into stages of {', '.join(map(str, its))}, the plan into "
-            f"{', '.join(map(str, sizes))}",
-            field="stages",
-            mend="plan with --fix pipeline_parallel_degree=1",
-        )
+
+    def takes(sizes: Sequence[int]) -> bool:
+        whole, more = divmod(blocks.blocks, len(sizes))
+        return list(sizes) == [whole + (stage < more) for stage in range(len(sizes))]
+
+    does = f"shares {blocks.blocks} blocks out evenly, the first stages with one more"
+    demand_division(plan, _PICOTRON.name, blocks, takes, does)
 
 
 def _check_context(plan: Plan) -> None:
