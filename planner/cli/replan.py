@@ -20,6 +20,7 @@ from planner.errors import PlannerError, RunError, UnsupportedError
 from planner.executor.elastic.roster import Roster, check_groups
 from planner.executor.elastic.weigh import Rebalanced
 from planner.spec import Cluster, Forecast, Infeasible, Job, ModelProfile, NodeGroup, Options, Plan, parse
+from planner.spec.job import DIVISION
 
 SEARCH_SECONDS = 20.0
 """For each number of devices: ranks stand still meanwhile."""
@@ -38,6 +39,7 @@ class PlanRebalancer:
 
     def __init__(self, plan: Plan) -> None:
         self._profile = profile_behind(plan, None)
+        self._division = plan.request.job.constraints.get(DIVISION)
 
     def busy_seconds(self, plan: Plan) -> tuple[float, ...]:
         """Predicted seconds of every pipeline rank's actions in one step."""
@@ -58,7 +60,17 @@ class PlanRebalancer:
         return tuple(rank.work_seconds for rank in found.ranks)
 
     def rebalance(self, plan: Plan, slowdown: Sequence[float]) -> Rebalanced | None:
-        """A faster partition for ranks of unequal speed: see `planner.cli.rebalance`."""
+        """A faster partition for ranks of unequal speed: see `planner.cli.rebalance`.
+
+        Raises:
+            UnsupportedError: the job that the run began with fixes the partition.
+        """
+        if self._division is not None:
+            raise UnsupportedError(
+                f"the job fixes {DIVISION}, so layers stay where they are.",
+                field=f"request.job.constraints.{DIVISION}",
+                mend="plan without it, if slow ranks shall hold fewer layers.",
+            )
         return rebalanced(plan, plan.request.profile or self._profile, slowdown)
 
     def replica_seconds(self, plan: Plan) -> tuple[float, ...]:

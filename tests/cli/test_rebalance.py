@@ -10,6 +10,7 @@ import pytest
 
 from planner.cli.rebalance import rebalanced, slowed
 from planner.cli.replan import Replanner, by_search
+from planner.errors import UnsupportedError
 from planner.search import make_request, plan_layout, predict
 from planner.search import plan as search_plan
 from planner.spec import Cluster, DeviceSpec, Link, NodeGroup, Plan, PredictionLayout, read
@@ -168,3 +169,25 @@ def test_a_plan_says_how_long_its_ranks_work(plan: Plan) -> None:
     layers = [len(stage.layers) for stage in found.plan.stages]
     wanted = [8 * count * 3e-3 * factor for count, factor in zip(layers, (1, 1, 1, 2), strict=True)]
     assert busy == pytest.approx(wanted, rel=0.05)
+
+
+def test_a_partition_that_the_job_fixes_stays() -> None:
+    """No layer moves from a slow rank, not even once the plan is another; a rule holds for three devices too, a list
+    of four stages leaves nothing to plan there."""
+    model, machines = tiny_profile(layers=12), tiny_cluster()
+    wish = {"data_parallel_degree": 1, "virtual_stages_per_rank": 1, "micro_batch_size": 1}
+    plans = []
+    for division in ("even", (3, 3, 3, 3)):
+        step = tiny_job().model_copy(update={"constraints": {**wish, "layers_per_stage": division}})
+        plan = search_plan(make_request(model, machines, step), model)
+        assert isinstance(plan, Plan)
+        assert [len(stage.layers) for stage in plan.stages] == [3, 3, 3, 3]
+        replanner = Replanner(plan, by_search(plan))
+        with pytest.raises(UnsupportedError, match="the job fixes layers_per_stage"):
+            replanner.rebalance(plan, (1, 1, 1, 2))
+        plans.append(replanner.for_devices(3))
+    even, listed = plans
+    assert isinstance(even, Plan)
+    assert [len(stage.layers) for stage in even.stages] == [4, 4, 4]
+    assert not isinstance(listed, Plan)
+    assert listed.reasons[0].startswith("the constraint layers_per_stage = 3,3,3,3 leaves none of the ")

@@ -88,13 +88,12 @@ def check_division(work: Workload, most_virtual_stages: int) -> None:
         )
     degrees = "pipeline_parallel_degree", "virtual_stages_per_rank"
     pairs = ((len(wish) // each, each) for each in range(1, most_virtual_stages + 1) if len(wish) % each == 0)
-    if any(all(map(allows, map(constraints.get, degrees), pair)) and pair[0] <= work.devices for pair in pairs):
+    if any(all(map(allows, map(constraints.get, degrees), pair)) for pair in pairs):
         return
     asked = [f"{field} = {constraint_text(constraints[field])}" for field in degrees if field in constraints]
-    asked += [f"{counted(work.devices, 'device')}"]
     raise LayoutError(
         f"{DIVISION} = {text} lists {counted(len(wish), 'stage')}, which is no pipeline_parallel_degree x "
-        f"virtual_stages_per_rank with {', '.join(asked)}, and at most {most_virtual_stages} stages on a rank.",
+        f"virtual_stages_per_rank with {' and '.join(asked)}, and at most {most_virtual_stages} stages on a rank.",
         field=where,
         mend="give as many numbers as there are stages, or leave the degrees to the search.",
     )
