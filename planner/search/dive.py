@@ -37,8 +37,10 @@ def dive_on_groups(state: State, like: Family | None = None) -> Family | None:
         like: only families of its degrees and micro-batches.
 
     Returns:
-        The family whose plan was taken; None where none was.
+        The family whose plan was taken; None where none was, or where the state's part is a single node group.
     """
+    if not state.work.groups:
+        return None
     families = [one.item for one in sorted(state.heap) if isinstance(one.item, Family) and not one.item.is_dealt]
     short = [each for each in families if each.pipeline <= _MOST_RANKS]
     chosen = [each for each in short if like is None or _key(each) == _key(like)][:_LOOKED_AT]

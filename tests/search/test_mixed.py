@@ -9,12 +9,16 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from planner.cost import TICK_SECONDS
+from planner.cost import TICK_SECONDS, workload
 from planner.errors import DocumentError, UnsupportedError
 from planner.executor.support import check_plan
-from planner.search import plan, predict
+from planner.search import Callbacks, plan, predict
+from planner.search.dive import dive_on_groups
+from planner.search.layouts.space import space_of
+from planner.search.solve import begin
 from planner.spec import Cluster, Infeasible, Job, ModelProfile, NodeGroup, Plan
 from planner.spec.layout import PredictionLayout
+from planner.spec.plan import Options
 from planner.validate import check
 from tests.brute_force_mixed import Priced, price_all
 from tests.builders import cluster, job, layer, link, profile, request
@@ -92,6 +96,13 @@ def test_a_prime_batch_on_equal_devices() -> None:
     assert found.prediction.step_seconds == pytest.approx(3 * 2 * 3e-3)
     assert check(found, model).problems == ()
     check_plan(found)
+
+
+def test_a_dive_on_one_group_of_several() -> None:
+    """Where one node group alone competes, with unequal shares, diving as on several of them was an IndexError."""
+    model = profile(layer() * 2)
+    work = workload(model, cluster(3), job(7))
+    assert dive_on_groups(begin(work, space_of(work), Options(), Callbacks())) is None
 
 
 def test_layers_without_work_are_refused() -> None:
