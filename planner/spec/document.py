@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tomllib
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -123,10 +124,10 @@ def located_problems(error: ValidationError, kind: type[BaseModel], data: Any) -
 
     Of a union, only what is wrong with the branch that went furthest is told, and each thing once.
     """
-    found = []
+    several: dict[Location, list[Any]] = {}
     for details in error.errors(include_url=False):
-        location = _real_location(details, data)
-        found.append((location, _problem(details, kind, location)))
+        several.setdefault(_real_location(details, data), []).append(details)
+    found = [(location, one) for location, each in several.items() for one in _problems_at(each, kind, location)]
     chosen: dict[tuple[Location, str], Problem] = {}
     for location, problem in found:
         if not any(len(other) > len(location) and other[: len(location)] == location for other, _ in found):
@@ -152,6 +153,34 @@ def _stands_in(part: int | str, data: list[Any] | dict[str, Any]) -> bool:
     return isinstance(part, int) and part < len(data)
 
 
+def _problems_at(several: Sequence[Any], kind: type[BaseModel], location: Location) -> Iterator[Problem]:
+    """What is wrong with one value. Of a union: what a rule of ours says; else what it may be, in one sentence."""
+    ruled = [details for details in several if details["type"] == "value_error"]
+    words = [_TYPES.get(details["type"].split("_")[0], "") for details in several]
+    if len(several) > 1 and not ruled and all(words):
+        *others, last = dict.fromkeys(words)
+        wanted = f"{', '.join(others)}{' or ' * bool(others)}{last}"
+        yield Problem(
+            path_of(location), f"is no value of this field, got {_short(several[0].get('input'))}.", f"give {wanted}."
+        )
+        return
+    for details in ruled or several:
+        yield _problem(details, kind, location)
+
+
+_TYPES = {
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "string": "a word",
+    "model": "named values",
+    "dict": "named values",
+    "tuple": "a list",
+    "list": "a list",
+}
+"""What pydantic's types of errors ask for, by their first word."""
+
+
 def _problem(details: Any, kind: type[BaseModel], location: Location) -> Problem:
     field = path_of(location)
     value = _short(details.get("input"))
@@ -172,6 +201,8 @@ def _mend(details: Any) -> str:
             return f"give a number {words} {context[key]}."
     if "expected" in context:
         return f"give {context['expected']}."
+    if details["type"].startswith("bool_"):
+        return "give true or false."
     if details["type"].startswith(("int_", "float_")):
         return "give a plain number, in the unit that the field's name ends with."
     return ""

@@ -49,6 +49,21 @@ def test_a_mistake_inside_a_choice_of_types_is_told_once(value: Any, message: st
     assert mend in found[2]
 
 
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"min": 5, "max": 2}, "min 5 is above max 2"),
+        (1.5, "give true or false, a whole number, a word, named values or a list."),
+        ([1, 2.5], "give true or false, a whole number or a word."),
+    ],
+)
+def test_a_value_of_no_type_of_a_choice_is_told_once(value: Any, said: str) -> None:
+    """A constraint takes values of many types; of a wrong one a rule's own words are told, else all types at once."""
+    [found] = mistakes(Job, {"global_batch_size": 8, "constraints": {"micro_batch_size": value}})
+    assert found[0].startswith("constraints.micro_batch_size")
+    assert said in " ".join(found)
+
+
 def test_every_mistake_is_told() -> None:
     """Two mistakes are two problems."""
     assert {field for field, _, _ in mistakes(Job, {"sequence_length": -1})} == {"global_batch_size", "sequence_length"}
