@@ -10,6 +10,7 @@ from planner.spec.layout_words import layout_line, spans
 from planner.spec.plan import Alternative, Miss, RankMemory, SearchReport, Stage
 from planner.spec.units import GIB, gibibytes, percent, scaled, seconds
 from planner.spec.words import counted
+from planner.spec.words import gibibytes as needed
 
 BAR_WIDTH = 20
 
@@ -48,7 +49,8 @@ def forecast_text(forecast: Forecast) -> str:
 
 def infeasible_text(result: Infeasible) -> str:
     """Why no plan fits, and how near the nearest layouts came."""
-    lines = [bold("no plan fits"), *(f"  {reason}" for reason in result.reasons)]
+    is_known = result.search is None or result.search.optimal
+    lines = [bold("no plan fits" if is_known else "no plan found"), *(f"  {reason}" for reason in result.reasons)]
     if result.nearest:
         lines += ["", bold("nearest misses"), *map(_miss, result.nearest)]
     if result.search is not None:
@@ -198,6 +200,6 @@ def _alternative(alternative: Alternative) -> str:
 
 def _miss(miss: Miss) -> str:
     whose = " of its host" if miss.memory == "host" else ""
-    needs = f"needs {gibibytes(miss.needed_bytes)} of {gibibytes(miss.capacity_bytes)}{whose}"
-    too_much = f"pipeline rank {miss.pipeline_rank} {needs}: {gibibytes(miss.missing_bytes)} too much"
+    needs = f"needs {needed(miss.needed_bytes)} of {needed(miss.capacity_bytes, is_room=True)}{whose}"
+    too_much = f"pipeline rank {miss.pipeline_rank} {needs}: {needed(miss.missing_bytes)} too much"
     return f"  {layout_line(miss.layout)}\n      {too_much}"

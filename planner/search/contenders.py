@@ -21,7 +21,7 @@ from planner.search.layouts.space import Family, Space, space_of
 from planner.search.result import Callbacks, Progress
 from planner.search.solve import advance, begin
 from planner.search.stage_maps.inside import NO_LIMIT
-from planner.search.state import State
+from planner.search.state import State, solved_of
 from planner.spec.plan import PlanRequest, SearchReport
 from planner.spec.profile import ModelProfile
 
@@ -214,6 +214,7 @@ def report_of(field: Field, winner: Contender | None, bound_ticks: int) -> Searc
     still_open = sum(one.count for state in states for one in state.left)
     ticks = ticks_of(winner) if winner else 0
     gap = (ticks - min(bound_ticks, ticks)) / ticks if ticks else 0.0
+    solved = solved_of(solved, is_proven=winner is not None and gap <= _OPTIMAL_GAP)
     return SearchReport(
         layouts_considered=considered,
         layouts_pruned=considered - solved - still_open,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 
@@ -187,11 +188,14 @@ def stages_of(costs: LayoutCosts, stage_map: StageMap, schedule: Schedule) -> tu
 
 
 def _too_slow(job: Job, ended: Contest) -> Infeasible:
-    """Plans fit, but none meets the deadline."""
+    """Plans fit, but none meets the deadline. What is told of the fastest is rounded up: as a deadline it is met."""
+    fastest = ended.missed_seconds or 0.0
+    digits = max(0, 5 - math.floor(math.log10(fastest)))
+    met = math.ceil(fastest * 10**digits) / 10**digits
     return Infeasible(
         reasons=(
             f"no plan of any part of the cluster meets the deadline of {job.deadline_seconds} s per step; the fastest "
-            f"on {counted(ended.winner.part.devices, 'device')} takes {ended.missed_seconds:.6g} s",
+            f"on {counted(ended.winner.part.devices, 'device')} takes {met:.{digits}f} s",
         ),
         search=ended.report,
     )
@@ -200,15 +204,17 @@ def _too_slow(job: Job, ended: Contest) -> Infeasible:
 def _infeasible(work: Workload, space: Space, found: Found, limits: Limits) -> Infeasible:
     nearest = misses(found)
     helps = remedies(work, nearest, limits) if found.report.optimal else ()
+    considered = max(space.count, found.report.layouts_considered)
     if not found.report.optimal:
-        reason = f"no plan was found within the time limit over {counted(space.count, 'layout')}; there may be one"
+        reason = f"no plan was found within the time limit over {counted(considered, 'layout')}; there may be one"
     else:
         reason = (
-            f"none of the {counted(space.count, 'layout')} fits {work.device.id}: every stage map needs more than the "
-            f"{gibibytes(work.capacity_bytes)} that the job may use of its {gibibytes(work.device.memory_bytes)}"
+            f"none of the {counted(considered, 'layout')} fits: every stage map needs more than the job may use, "
+            + ", ".join(map(_room_text, work.groups or (work,)))
         )
         if any(family.offloading != NOTHING for family in space.families):
-            reason += f", or than the {gibibytes(work.host_capacity_bytes or 0)} that are its part of its node's memory"
+            host = gibibytes(work.host_capacity_bytes or 0, is_room=True)
+            reason += f", or than the {host} that are a device's part of its node's memory"
     advice = [
         f"nearest: pipeline rank {miss.pipeline_rank} of data {miss.layout.data_parallel_degree} x tensor "
         f"{miss.layout.tensor_parallel_degree} x pipeline {miss.layout.pipeline_parallel_degree}, micro-batch "
@@ -219,6 +225,12 @@ def _infeasible(work: Workload, space: Space, found: Found, limits: Limits) -> I
     ]
     reasons = (reason, *advice, *map(remedy_text, helps))
     return Infeasible(reasons=reasons, nearest=nearest, relaxations=helps, search=found.report)
+
+
+def _room_text(work: Workload) -> str:
+    """``70.78 GiB of the 74.5 GiB of h100-sxm5-80gb``: of a workload on one kind of device."""
+    used, whole = (gibibytes(each, is_room=True) for each in (work.capacity_bytes, work.device.memory_bytes))
+    return f"{used} of the {whole} of {work.device.id}"
 
 
 def predict(
@@ -405,12 +417,12 @@ def _overflows(row: RankMemory) -> Iterator[str]:
     if row.peak_bytes > row.capacity_bytes:
         yield (
             f"pipeline rank {row.pipeline_rank} needs {gibibytes(row.peak_bytes)}, "
-            f"{gibibytes(row.peak_bytes - row.capacity_bytes)} more than the {gibibytes(row.capacity_bytes)} that the "
-            "job may use"
+            f"{gibibytes(row.peak_bytes - row.capacity_bytes)} more than the "
+            f"{gibibytes(row.capacity_bytes, is_room=True)} that the job may use"
         )
     if row.host_capacity_bytes is not None and not row.fits_host:
         yield (
             f"pipeline rank {row.pipeline_rank} needs {gibibytes(row.host_bytes)} of its node's memory, "
             f"{gibibytes(row.host_bytes - row.host_capacity_bytes)} more than the "
-            f"{gibibytes(row.host_capacity_bytes)} that are its part"
+            f"{gibibytes(row.host_capacity_bytes, is_room=True)} that are its part"
         )

@@ -226,10 +226,11 @@ class State:
         incumbent, bound = self.best.ticks if self.best else None, self.least_ticks
         gap = (incumbent - bound) / incumbent if incumbent else 0.0
         still_open = sum(one.count for one in self.left)
+        solved = solved_of(self.solved, is_proven=incumbent is not None and gap <= _OPTIMAL_GAP)
         return SearchReport(
             layouts_considered=self.considered,
-            layouts_pruned=self.considered - self.solved - still_open,
-            layouts_solved=self.solved,
+            layouts_pruned=self.considered - solved - still_open,
+            layouts_solved=solved,
             seconds=round(time.monotonic() - self.started, 3),
             lower_bound_seconds=bound * TICK_SECONDS if bound < NO_LIMIT else 0.0,
             gap=gap,
@@ -251,3 +252,8 @@ class State:
                 elapsed_seconds=report.seconds,
             )
         )
+
+
+def solved_of(solved: int, *, is_proven: bool) -> int:
+    """How many layouts were solved: that of a proven plan is one, even if the first plan met the least bound."""
+    return max(solved, int(is_proven))

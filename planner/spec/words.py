@@ -12,11 +12,12 @@ def _plural(noun: str) -> str:
     return f"{noun}es" if noun.endswith(("ch", "s", "x")) else f"{noun}s"
 
 
-def gibibytes(count: int) -> str:
-    """``4 GiB``, ``1.25 GiB``, rounded up; small amounts in MiB or KiB."""
+def gibibytes(count: int, *, is_room: bool = False) -> str:
+    """``4 GiB``, ``1.25 GiB``; small amounts in MiB or KiB. What is needed is rounded up, what there is down."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
-            return f"{-(-100 * count // size) / 100:.2f}".rstrip("0").rstrip(".") + f" {unit}"
+            hundredths = 100 * count // size if is_room else -(-100 * count // size)
+            return f"{hundredths / 100:.2f}".rstrip("0").rstrip(".") + f" {unit}"
     return counted(count, "byte")
 
 

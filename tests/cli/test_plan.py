@@ -89,13 +89,13 @@ def test_top_alternatives(planner: Command, question: list[str], top: str) -> No
 
 
 def test_no_plan_fits(planner: Command, tmp_path: Path) -> None:
-    """When nothing fits the exit code is 3, with the reasons, and the nearest misses in GiB; no file is written."""
+    """When nothing fits the exit code is 3, with the reasons, and the nearest misses in bytes; no file is written."""
     question = write_question(tmp_path, tiny_profile(), tiny_cluster(memory_bytes=60_000), tiny_job())
     ended = planner("plan", *question, "-o", tmp_path / "plan.json")
     assert ended.code == 3
     assert "no plan fits" in ended.out
     assert "too much" in ended.out
-    assert "GiB" in ended.out
+    assert "51.76 KiB too much" in ended.out
     assert not (tmp_path / "plan.json").exists()
     as_json = planner("plan", *question, "--json")
     assert (as_json.code, as_json.json["status"]) == (3, "infeasible")

@@ -106,7 +106,7 @@ def explanation(best: Candidate, prediction: Prediction, found: Found) -> tuple[
     fullest = max(prediction.memory, key=lambda row: row.peak_bytes / row.capacity_bytes)
     return (
         f"{degrees_text(layout)}, {counted(best.costs.micro_batches, 'micro-batch')} of {layout.micro_batch_size} "
-        f"under {layout.schedule}: {prediction.step_seconds:.4g} s per step.",
+        f"under {layout.schedule}: {seconds_text(prediction.step_seconds)} per step.",
         *_objective_text(best.costs.work.job, found),
         f"The step of the rank that ends last is {spent}.",
         f"The fullest device is on pipeline rank {fullest.pipeline_rank}: {fullest.peak_bytes / 2**30:.2f} of "
@@ -164,7 +164,7 @@ def _proof_text(report: SearchReport, job: Job) -> str:
     proof = (
         f"proven: no plan of the space is {best} under the cost model"
         if report.optimal
-        else f"not proven: the bound is {report.lower_bound_seconds:.4g} s, {100 * report.gap:.2g} % below"
+        else f"not proven: the bound is {seconds_text(report.lower_bound_seconds)}, {100 * report.gap:.2g} % below"
     )
     left = report.layouts_considered - report.layouts_solved - report.layouts_pruned
     return (

@@ -12,6 +12,7 @@ Work is counted in parts of the space taken up, not in seconds, so that the answ
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -104,8 +105,7 @@ def remedies(work: Workload, nearest: tuple[Miss, ...], limits: Limits) -> tuple
     memory = (*_missing_memory(work, nearest), *_headroom(work)) if nearest else tuple(_batches(work))
     several = (*memory, *_without_constraints(work))
     found = [_remedy(work.profile, change, limits) for change in several]
-    grown = (_remedy(work.profile, change, limits) for change in _more_nodes(work))
-    found.append(next((one for one in grown if one is not None), None))
+    found.append(_more_nodes(work, limits))
     return tuple(one for one in found if one is not None)
 
 
@@ -157,20 +157,21 @@ def _memory_changes(work: Workload) -> Iterator[_Change]:
     """More memory per device, each time more."""
     for share in _SHARES:
         extra = 1 << max(0, (work.capacity_bytes // share).bit_length() - 1)
-        yield _with_memory(work, extra, f"{gibibytes(extra)} more per device")
+        yield _with_memory(work, extra)
 
 
-def _with_memory(work: Workload, extra_bytes: int, words: str) -> _Change:
-    """Devices with so much more that the job may use; of several kinds, each with so much more."""
-    kept = work.device.memory_bytes - work.capacity_bytes
-    unchanged = {} if work.groups else {"memory_headroom": float(kept) if kept >= 1 else 0.0}
-    job = work.job.model_copy(update=unchanged)
-    groups = []
+def _with_memory(work: Workload, extra_bytes: int) -> _Change:
+    """Devices, of every kind, with so much more that the job may use: a fraction of headroom takes more besides."""
+    raised, groups = extra_bytes, []
+    words = f"{gibibytes(extra_bytes)} more per device"
+    if 0 < work.job.memory_headroom < 1:
+        raised = math.ceil(extra_bytes / (1 - work.job.memory_headroom))
+        words += ", headroom apart"
     for group in work.cluster.node_groups:
         device = find_device(group.device)
-        larger = device.model_copy(update={"memory_bytes": device.memory_bytes + extra_bytes})
+        larger = device.model_copy(update={"memory_bytes": device.memory_bytes + raised})
         groups.append(group.model_copy(update={"device": larger}))
-    return _Change("memory", words, work.cluster.model_copy(update={"node_groups": tuple(groups)}), job)
+    return _Change("memory", words, work.cluster.model_copy(update={"node_groups": tuple(groups)}), work.job)
 
 
 def _with_host_memory(work: Workload, extra_bytes: int) -> _Change:
@@ -209,7 +210,7 @@ def _missing_memory(work: Workload, nearest: tuple[Miss, ...]) -> Iterator[_Chan
     """What the nearest miss lacks of the devices' memory, and what the nearest lacks of the hosts'."""
     of_devices, of_hosts = ([miss for miss in nearest if miss.memory == whose] for whose in ("device", "host"))
     for miss in of_devices[:1]:
-        yield _with_memory(work, miss.missing_bytes, f"{gibibytes(miss.missing_bytes)} more per device")
+        yield _with_memory(work, miss.missing_bytes)
     for miss in of_hosts[:1]:
         yield _with_host_memory(work, miss.missing_bytes * work.devices_per_node)
 
@@ -220,12 +221,25 @@ def _headroom(work: Workload) -> Iterator[_Change]:
         yield _Change("memory_headroom", "no memory headroom", work.cluster, job)
 
 
-def _more_nodes(work: Workload) -> Iterator[_Change]:
-    """One node more, then by half of that more each time, up to eight times as many."""
+def _more_nodes(work: Workload, limits: Limits) -> Relaxation | None:
+    """The fewest more nodes of the first group on which something fits, up to eight times as many: one more, then by
+    half of that more each time; then between the last that are too few and the first that are enough."""
+    most = (_MOST_TIMES - 1) * work.cluster.node_groups[0].nodes
+    too_few, more = 0, 1
+    found: Relaxation | None = None
+    while more <= most and (found := _remedy(work.profile, _grown(work, more), limits)) is None:
+        too_few, more = more, max(more + 1, more * 3 // 2)
+    while found is not None and more - too_few > 1:
+        middle = (too_few + more) // 2
+        row = _remedy(work.profile, _grown(work, middle), limits)
+        too_few, more, found = (middle, more, found) if row is None else (too_few, middle, row)
+    return found
+
+
+def _grown(work: Workload, more: int) -> _Change:
+    """More nodes of the first group."""
     group = work.cluster.node_groups[0]
-    more = 1
-    while group.nodes + more <= _MOST_TIMES * group.nodes:
-        grown = group.model_copy(update={"nodes": group.nodes + more})
-        cluster = work.cluster.model_copy(update={"node_groups": (grown, *work.cluster.node_groups[1:])})
-        yield _Change("devices", f"{counted(more * group.devices_per_node, 'device')} more", cluster, work.job)
-        more = max(more + 1, more * 3 // 2)
+    nodes = group.model_copy(update={"nodes": group.nodes + more})
+    cluster = work.cluster.model_copy(update={"node_groups": (nodes, *work.cluster.node_groups[1:])})
+    where = f" in {group.name}" if work.groups and group.name else ""
+    return _Change("devices", f"{counted(more * group.devices_per_node, 'device')} more{where}", cluster, work.job)

@@ -27,7 +27,7 @@ what they offload; on several node groups also in whether their stage maps are s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from itertools import product
@@ -53,6 +53,7 @@ from planner.search.layouts.whole_sequences import check_asked_pieces
 from planner.search.stage_maps.division import divides
 from planner.spec.job import WHOLE_PARAMETERS, Constraint, Job, allows
 from planner.spec.layout import Layout, RankOrder, ZeroStage
+from planner.spec.words import written
 
 Worth = Callable[[Split, int], bool]
 RECOMPUTE_WISHES = ("none", "selective", "full", "per-layer")
@@ -368,6 +369,14 @@ def _divisors(devices: int, others: int) -> list[int]:
     return [degree for degree in range(1, left + 1) if left % degree == 0]
 
 
+def _values_text(candidates: Sequence[Family], field: str) -> str:
+    """``, whose micro_batch_size is 1, 2 or 4``; nothing for fields in which the layouts of a family differ."""
+    if field not in _FIELDS:
+        return ""
+    *others, last = sorted({getattr(family, _FIELDS[field]) for family in candidates})
+    return f", whose {field} is {', '.join(map(written, others))}{' or ' * bool(others)}{written(last)}"
+
+
 def _reasons(work: Workload) -> tuple[str, ...]:
     """Why the space is empty."""
     sizes, tensors = (sorted({size[place] for size in work.sizes}) for place in (0, 1))
@@ -382,6 +391,7 @@ def _reasons(work: Workload) -> tuple[str, ...]:
     count = sum(family.count for family in candidates)
     reasons = [
         f"the constraint {field} = {constraint_text(constraint, field)} leaves none of the {count} layouts"
+        f"{_values_text(candidates, field)}"
         for field, constraint in work.job.constraints.items()
         if field != "recompute" and not any(families(work, {field: constraint}))
     ]

@@ -13,6 +13,7 @@ from planner.spec.plan import Relaxation
 from planner.spec.words import gibibytes
 from planner.validate import check
 from tests.builders import cluster, job, layer, profile, request, with_recompute
+from tests.validate.mixed import counted, group
 
 MIB = 2**20
 
@@ -55,11 +56,11 @@ def test_more_memory_gains_what_a_plan_with_more_memory_gains(memory: int) -> No
     assert check(found, heavy()).problems == ()
 
 
-def test_a_headroom_in_parts_stays_in_bytes() -> None:
+def test_a_headroom_in_parts_is_apart() -> None:
     """More memory is more that the job may use, to the byte, whatever the headroom."""
     step = job(16, headroom=0.5, pipeline_parallel_degree=2, schedule="1f1b")
     found = full(heavy(), cluster(2, memory_bytes=80 * MIB), step)
-    row = by_name(found.relaxations)["8 MiB more per device"]
+    row = by_name(found.relaxations)["8 MiB more per device, headroom apart"]
     wide = cluster(2, memory_bytes=48 * MIB)  # 40 MiB that the job may use, and 8 more
     better = plan(request(heavy(), wide, job(16, pipeline_parallel_degree=2, schedule="1f1b")), heavy())
     assert isinstance(better, Plan)
@@ -171,6 +172,23 @@ def test_more_nodes_are_found() -> None:
     more = int(row.change.split()[0])
     assert fits(model, cluster(1 + more, nodes=1 + more, memory_bytes=memory), job(16, zero_stage=0))
     assert row.layout.devices == 1 + more
+    assert not fits(model, cluster(more, nodes=more, memory_bytes=memory), job(16, zero_stage=0))
+
+
+def test_missing_memory_is_told_of_several_kinds_of_devices() -> None:
+    """With the memory told, a fraction of headroom apart, a plan fits on two kinds of devices; both are named."""
+    model, step = counted(parameters=1_000_000), job(8, headroom=0.1, schedule="1f1b", zero_stage=0)
+
+    def machines(extra: int) -> Cluster:
+        sizes = {1.0: 10 * MIB + extra, 2.0: 12 * MIB + extra}
+        return Cluster(node_groups=tuple(group(slower, memory_bytes=size) for slower, size in sizes.items()))
+
+    found, row = plan(request(model, machines(0), step), model), remedies(model, machines(0), step)["memory"]
+    assert isinstance(found, Infeasible)
+    assert "9 MiB of the 10 MiB of toy-1, 10.79 MiB of the 12 MiB of toy-2" in found.reasons[0]
+    missing = found.nearest[0].missing_bytes
+    assert row.change == f"{gibibytes(missing)} more per device, headroom apart"
+    assert fits(model, machines(-(-10 * missing // 9)), step)
 
 
 def test_without_any_layout_the_nearest_batch_is_found() -> None:
