@@ -15,10 +15,11 @@ from api import pages, problems
 from api.dependencies import Services
 from api.documents import ProblemDocument
 from api.guard import Guard
+from api.hosts import names_of
 from api.jobs import Jobs
 from api.keys import keys_of
 from api.metrics import Metrics
-from api.middleware import BodyLimit, RequestContext
+from api.middleware import BodyLimit, Head, RequestContext
 from api.profiles import Profiles
 from api.retention import keep_swept
 from api.routes import catalogue, exports, health, jobs, measurements, plans, predictions, profiles
@@ -39,14 +40,20 @@ def create_app(settings: Settings | None = None, *, work: Work | None = None) ->
         generate_unique_id_function=_operation_id,
         separate_input_output_schemas=False,
         responses=problems.RESPONSES,
+        docs_url=None,  # Swagger UI and ReDoc come from other sites, which clusters often cannot reach: see api.pages
+        redoc_url=None,
+        redirect_slashes=False,
     )
     app.state.metrics = Metrics()
     problems.install(app, pages.problem_page)
     for routes in (profiles, plans, jobs, predictions, measurements, catalogue, exports, health):
         app.include_router(routes.router)
     app.include_router(pages.router)
+    keys = keys_of(settings.keys_file, settings.keys)
+    names = names_of(settings.allowed_hosts, host=settings.host, has_keys=bool(keys))
+    app.add_middleware(Head)
     app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
-    app.add_middleware(Guard, keys=keys_of(settings.keys_file, settings.keys))
+    app.add_middleware(Guard, keys=keys, names=names)
     app.add_middleware(RequestContext)
     _complete_description(app)
     return app

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from typing import Annotated
+from urllib.request import parse_http_list
 
 from fastapi import Depends, Header, Request
 
 from api.errors import NotFoundError
+from api.guard import client_of
 from api.jobs import Jobs
 from api.links import root_of
 from api.metrics import Metrics
@@ -20,7 +21,14 @@ from api.store import JobRow, PlanRow, Store
 from planner.errors import DocumentError
 from planner.spec import Plan
 
-WAIT = re.compile(r"wait\s*=\s*(\S*)", re.IGNORECASE)
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """How long a client waits for its plan."""
+
+    seconds: float
+    applied: str
+    """What of the client's preferences holds, as ``Preference-Applied`` tells it; empty: it has named none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,25 +98,42 @@ async def named_job(job_id: str, parts: Annotated[Services, Depends(services)]) 
     return parts.jobs.get(job_id)
 
 
-def wait_seconds(
-    parts: Annotated[Services, Depends(services)], prefer: Annotated[str | None, Header()] = None
-) -> float:
+def wait_of(
+    request: Request, parts: Annotated[Services, Depends(services)], prefer: Annotated[str | None, Header()] = None
+) -> Wait:
     """How long the client wants to wait (RFC 7240: ``Prefer: wait=10`` or ``respond-async``), within the limit.
 
-    Raises:
-        DocumentError: the wait is no number of seconds.
+    A preference that cannot be understood is left out, as section 2 asks for; ``Preference-Applied`` tells.
     """
-    found = WAIT.search(prefer or "")
-    if found is None:
-        return 0.0 if "respond-async" in (prefer or "").lower() else parts.settings.default_wait_seconds
-    text = found[1].rstrip(",;")
+    given = preferences(", ".join(request.headers.getlist("prefer")))
+    seconds = _seconds(given.get("wait", ""))
+    asynchronous = "respond-async" in given
+    if seconds is None:
+        return Wait(0.0, "respond-async") if asynchronous else Wait(parts.settings.default_wait_seconds, "")
+    seconds = min(seconds, parts.settings.max_wait_seconds)
+    return Wait(seconds, f"respond-async, wait={seconds:g}" if asynchronous else f"wait={seconds:g}")
+
+
+def preferences(header: str) -> dict[str, str]:
+    """Preferences of a ``Prefer`` header and their values, the first of each name (RFC 7240, section 2)."""
+    found: dict[str, str] = {}
+    for item in parse_http_list(header):
+        name, _, value = item.partition(";")[0].partition("=")
+        found.setdefault(name.strip().lower(), value.strip().strip('"'))
+    return found
+
+
+def _seconds(text: str) -> float | None:
     try:
         seconds = float(text)
     except ValueError:
-        seconds = math.nan
-    if not seconds >= 0:
-        raise DocumentError(f"wait={text} is no number of seconds.", field="Prefer", mend="send Prefer: wait=10.")
-    return min(seconds, parts.settings.max_wait_seconds)
+        return None
+    return seconds if seconds >= 0 and math.isfinite(seconds) else None
+
+
+def client(request: Request) -> str:
+    """Who asks: the name of the key, else the address."""
+    return client_of(request.scope)
 
 
 def last_event_id(last_event_id: Annotated[str | None, Header()] = None) -> int:
@@ -132,5 +157,6 @@ ServicesDependency = Annotated[Services, Depends(services)]
 RootDependency = Annotated[str, Depends(root)]
 ResultDependency = Annotated[StoredResult, Depends(stored_result)]
 JobDependency = Annotated[JobRow, Depends(named_job)]
-WaitDependency = Annotated[float, Depends(wait_seconds)]
+WaitDependency = Annotated[Wait, Depends(wait_of)]
+ClientDependency = Annotated[str, Depends(client)]
 LastEventDependency = Annotated[int, Depends(last_event_id)]

@@ -163,6 +163,15 @@ class PlanSummary(Document):
     url: str
 
 
+class PlanQuery(Document):
+    """Which page of the list of plans."""
+
+    cursor: str | None = None
+    """`next` of the page before; none: the first page."""
+    limit: int = Field(default=50, ge=1, le=200)
+    """Plans of a page."""
+
+
 class PlanPage(Document):
     """A page of the list, newest first."""
 

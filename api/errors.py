@@ -7,9 +7,12 @@ PlannerError
 ├── NotFoundError             404  no such resource
 ├── JobCancelledError         409  somebody cancelled the solve that this request waited for
 ├── BodyTooLargeError         413  the request body passes the limit
+├── PreconditionError         412  it is not the state that If-Match names
 ├── MediaTypeError            415  the body is not JSON
+├── HostError                 421  the request's Host is none of this service's names
 ├── LimitError                422  the request is valid, but larger than this service solves
 ├── QueueFullError            429  too many solves are waiting
+├── TooManyJobsError          429  this client has enough of them
 ├── SolverError               500  the solver process crashed, died or overran its time
 └── NotReadyError             503  the service cannot take work
 """
@@ -36,10 +39,12 @@ class ServiceError(PlannerError):
         mend: str = "",
         limits: Limits | None = None,
         retry_after_seconds: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message, field=field, mend=mend)
         self.limits = limits
-        self.retry_after_seconds = retry_after_seconds
+        retry = {} if retry_after_seconds is None else {"Retry-After": str(retry_after_seconds)}
+        self.headers = {**retry, **(headers or {})}
 
 
 class UnauthorizedError(ServiceError):
@@ -98,12 +103,28 @@ class BodyTooLargeError(ServiceError):
     title = "The request body is too large"
 
 
+class PreconditionError(ServiceError):
+    """What is there is not what the client's ``If-Match`` names."""
+
+    status = 412
+    code = "precondition-failed"
+    title = "The resource is not in the state asked for"
+
+
 class MediaTypeError(ServiceError):
     """The body is not JSON."""
 
     status = 415
     code = "unsupported-media-type"
     title = "The body must be JSON"
+
+
+class HostError(ServiceError):
+    """The request's ``Host`` is none of this service's names: a page of another site may have pointed its own here."""
+
+    status = 421
+    code = "unknown-host"
+    title = "The service does not go by this name"
 
 
 class LimitError(ServiceError):
@@ -120,6 +141,14 @@ class QueueFullError(ServiceError):
     status = 429
     code = "queue-full"
     title = "Too many solves are waiting"
+
+
+class TooManyJobsError(ServiceError):
+    """This client's solves that run or wait are as many as one client may have."""
+
+    status = 429
+    code = "too-many-jobs"
+    title = "You have too many solves under way"
 
 
 class SolverError(ServiceError):

@@ -1,6 +1,6 @@
-"""Who may do what: API keys and their scopes, and no change by a page of another site.
+"""Who may do what: API keys and their scopes, and nothing for pages of other sites.
 
-Both are decided here for every path, before a body is read: a new route is closed until this table opens it.
+All is decided here for every path, before a body is read: a new route is closed until this table opens it.
 
     open to all       GET /healthz, /readyz, /problems/...
     read              every other GET
@@ -20,7 +20,8 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as Connection
 
-from api.errors import ForbiddenError, ForeignSiteError, ServiceError, UnauthorizedError
+from api.errors import ForbiddenError, ForeignSiteError, HostError, ServiceError, UnauthorizedError
+from api.hosts import is_own
 from api.keys import Key, Scope, find
 from api.links import path_within
 from api.problems import problem_response
@@ -36,11 +37,15 @@ CHALLENGES = ("Bearer", "Basic")
 
 
 class Guard:
-    """Answers 401 without a valid key, 403 for one of too small a scope; without any keys all may do everything."""
+    """Answers 401 without a valid key, 403 for one of too small a scope; without any keys all may do everything.
 
-    def __init__(self, app: ASGIApp, keys: tuple[Key, ...]) -> None:
+    421 for a name that is not the service's. Who asks is noted in the connection, for `client_of`.
+    """
+
+    def __init__(self, app: ASGIApp, keys: tuple[Key, ...], names: tuple[str, ...]) -> None:
         self._app = app
         self._keys = keys
+        self._names = names
 
     async def __call__(self, scope: Connection, receive: Receive, send: Send) -> None:
         """Serve one request (ASGI)."""
@@ -65,7 +70,10 @@ class Guard:
                 "the request comes from a page of another site.", mend="open the service's own page, and send it there."
             )
         needed = needed_scope(method, path)
-        if needed is None or not self._keys:
+        if needed is None:
+            return
+        self._check_host(headers.get("host", ""))
+        if not self._keys:
             return
         key = self._key_of(headers)
         if not key.allows(needed):
@@ -74,8 +82,17 @@ class Guard:
                 field="Authorization",
                 mend=f"use a key of scope {needed}.",
             )
+        scope["client_name"] = f"key {key.name}"
         if method not in SAFE:
             logger.info("request %s: %s %s by key %s", scope["request_id"], method, path, key.name)
+
+    def _check_host(self, host: str) -> None:
+        if not is_own(host, self._names):
+            raise HostError(
+                f"{host!r} is no name of this service.",
+                field="Host",
+                mend="ask for it by its address or as localhost, or add the name to allowed_hosts of the service.",
+            )
 
     def _key_of(self, headers: Headers) -> Key:
         secret = presented(headers.get("authorization", ""))
@@ -87,6 +104,14 @@ class Guard:
                 mend="send Authorization: Bearer KEY; the planner's own commands take KEY from PLANNER_API_KEY.",
             )
         return key
+
+
+def client_of(scope: Connection) -> str:
+    """Who asks: the name of the key, else the address; behind a proxy on this machine, that of ``X-Forwarded-For``."""
+    if "client_name" in scope:
+        return str(scope["client_name"])
+    client = scope.get("client")
+    return f"address {client[0]}" if client else ""
 
 
 def _private(send: Send) -> Send:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sqlite3
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import asdict
@@ -56,7 +57,7 @@ class Jobs:
                 self._store.finish(job.id, "failed", _problem_json(error))
                 continue
             self._store.requeue(job.id)
-            self._launch(job.id, self._solvers.admit(beyond_limit=True))
+            self._launch(job.id, self._solvers.admit("", beyond_limit=True))
             logger.info("job %s: queued again", job.id)
 
     async def stop(self) -> None:
@@ -65,22 +66,31 @@ class Jobs:
         await self._solvers.stop()
         await asyncio.gather(*self._tasks)
 
-    async def submit(self, request: PlanRequest, profile_id: str) -> JobRow:
-        """The active job of this request's plan, or a new one.
+    async def submit(self, request: PlanRequest, profile_id: str, client: str) -> JobRow:
+        """The active job of this request's plan, or a new one, which counts for the client.
 
         Raises:
             QueueFullError: too many solves are waiting.
+            TooManyJobsError: the client has enough of them.
         """
         plan_id = request.id
         async with self._submitting:  # else two equal requests could both find no job
             active = await asyncio.to_thread(self._store.active_job, plan_id)
-            if active is not None:
+            if active is not None and active.id in self._tickets:
                 return active
-            ticket = self._solvers.admit()
-            job_id = uuid.uuid4().hex
+            job_id = active.id if active is not None else uuid.uuid4().hex
             text = canonical_json(request.model_dump(mode="json", by_alias=True, exclude={"profile"}))
-            await asyncio.to_thread(self._store.add_job, job_id, plan_id=plan_id, profile_id=profile_id, request=text)
-            self._launch(job_id, ticket)
+            ticket = self._solvers.admit(client)
+            try:
+                if active is not None:  # nobody works at it: its end could not be stored
+                    await asyncio.to_thread(self._store.requeue, job_id)
+                else:
+                    add = partial(self._store.add_job, job_id, plan_id=plan_id, profile_id=profile_id, request=text)
+                    await asyncio.to_thread(add)
+                self._launch(job_id, ticket)
+            except BaseException:
+                self._solvers.cancel(ticket)
+                raise
         logger.info("job %s: queued for plan %s", job_id, plan_id)
         return self.get(job_id)
 
@@ -103,7 +113,7 @@ class Jobs:
             logger.info("job %s: cancelled", job_id)
         ticket = self._tickets.get(job_id)
         if ticket is not None:
-            ticket.cancel()
+            self._solvers.cancel(ticket)
         self._tell(job_id)
 
     async def finished(self, job_id: str, seconds: float) -> JobRow:
@@ -140,6 +150,16 @@ class Jobs:
     async def _run(self, job: JobRow, ticket: Ticket) -> None:
         """One job, from its turn to its end. Whatever happens, the job does not stay `running`."""
         try:
+            await self._solve(job, ticket)
+        except sqlite3.Error as error:  # the row stays as it is: the next who asks, or the next start, takes it up
+            logger.error("job %s: its end could not be stored: %s", job.id, error)
+        finally:
+            del self._tickets[job.id]
+            self._tell(job.id)
+            del self._news[job.id]
+
+    async def _solve(self, job: JobRow, ticket: Ticket) -> None:
+        try:
             request = PlanRequest.model_validate_json(job.request)
             answer = await self._solvers.run(
                 ticket,
@@ -150,13 +170,11 @@ class Jobs:
             await asyncio.to_thread(self._end, job, request, answer)
         except PlannerError as error:
             await asyncio.to_thread(self._fail, job, error)
+        except sqlite3.Error:
+            raise
         except Exception:
             logger.exception("job %s: an unexpected error", job.id)
             await asyncio.to_thread(self._fail, job, InternalError("an unexpected error.", mend="report it."))
-        finally:
-            del self._tickets[job.id]
-            self._tell(job.id)
-            del self._news[job.id]
 
     def _begin(self, job: JobRow, request: PlanRequest, loop: asyncio.AbstractEventLoop) -> PlanTask | None:
         """In a thread, when the job's turn has come."""
@@ -177,7 +195,7 @@ class Jobs:
     def _end(self, job: JobRow, request: PlanRequest, answer: Answer | None) -> None:
         if answer is None:  # cancelled, which the row says already; or the service stops, and the next one goes on
             if self._stopping:
-                self._store.requeue(job.id)
+                self._store.requeue(job.id, uncounted=True)
             return
         if not isinstance(answer, Plan | Infeasible) or (isinstance(answer, Plan) and answer.id != job.plan_id):
             raise TypeError(f"the search answered plan {job.plan_id} with {getattr(answer, 'id', answer)!r}")

@@ -1,7 +1,8 @@
-"""Two layers around every request: an id and a last catch for errors, and a limit on the body's size."""
+"""Layers around every request: an id and a last catch for errors, a limit on the body's size, and HEAD."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import uuid
@@ -10,13 +11,19 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.errors import BodyTooLargeError, InternalError
+from api.errors import BodyTooLargeError, InternalError, MediaTypeError
 from api.links import root_of
 from api.problems import CarriedError, problem_response
 
 logger = logging.getLogger("api")
 
 LOCATIONS = ("Location", "Content-Location")
+DEFAULTS = {
+    "Cache-Control": "no-cache",
+    "X-Content-Type-Options": "nosniff",
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'",
+}
+"""Headers of answers that say nothing else: not kept without asking, and no script runs in what a client has sent."""
 PLAUSIBLE_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -44,6 +51,8 @@ class RequestContext:
                 started = True
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-ID"] = request_id
+                for name, value in DEFAULTS.items():
+                    headers.setdefault(name, value)
                 for name in LOCATIONS:
                     if headers.get(name, "").startswith("/"):
                         headers[name] = root_of(scope) + headers[name]
@@ -63,7 +72,10 @@ class RequestContext:
 
 
 class BodyLimit:
-    """Refuse larger bodies with 413: at once when the length is declared, else as soon as they pass the limit."""
+    """Refuse larger bodies with 413: at once when the length is declared, else as soon as they pass the limit.
+
+    Compressed ones are refused with 415: how large they are shows only when they are unpacked.
+    """
 
     def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
         self._app = app
@@ -74,7 +86,11 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        declared = Headers(scope=scope).get("content-length", "")
+        headers = Headers(scope=scope)
+        if headers.get("content-encoding", "identity").lower() != "identity":
+            await problem_response(Request(scope), _compressed(headers["content-encoding"]))(scope, receive, send)
+            return
+        declared = headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > self._limit:
             await problem_response(Request(scope), self._refusal())(scope, receive, send)
             return
@@ -96,6 +112,41 @@ class BodyLimit:
             mend="send a smaller profile (fewer measurements), or raise max_body_bytes of the service.",
             limits={"max_body_bytes": self._limit},
         )
+
+
+class Head:
+    """Answer HEAD as GET, without the body (RFC 9110, section 9.3.2)."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request (ASGI)."""
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+        answered = asyncio.Event()
+
+        async def receive_nothing() -> Message:
+            await answered.wait()  # then there is nobody to go on for: streams of events end
+            return {"type": "http.disconnect"}
+
+        async def send_head(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await send(message)
+                await send({"type": "http.response.body", "body": b""})
+                answered.set()
+
+        await self._app({**scope, "method": "GET"}, receive_nothing, send_head)
+
+
+def _compressed(coding: str) -> MediaTypeError:
+    return MediaTypeError(
+        f"the body is compressed: {coding!r}.",
+        field="Content-Encoding",
+        mend="send it as it is.",
+        headers={"Accept-Encoding": "identity"},
+    )
 
 
 def _request_id(headers: Headers) -> str:

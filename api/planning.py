@@ -12,13 +12,14 @@ from api.store import JobRow
 from planner.spec import Options, PlanRequest
 
 
-async def ask(parts: Services, wish: PlanCreate) -> StoredResult | JobRow:
-    """The result when it is known and final, else the job that solves for it.
+async def ask(parts: Services, wish: PlanCreate, client: str) -> StoredResult | JobRow:
+    """The result when it is known and final, else the job that solves for it; `client` is who asks.
 
     Raises:
         SpecError: the wish is wrong.
         LimitError: it is larger than this service solves.
         QueueFullError: too many solves are waiting.
+        TooManyJobsError: this client has enough of them.
     """
     profile, wanted = await run_in_threadpool(_request_of, wish, parts)
     known = await run_in_threadpool(parts.store.plan, wanted.id)
@@ -27,7 +28,7 @@ async def ask(parts: Services, wish: PlanCreate) -> StoredResult | JobRow:
         parts.metrics.cache_hits.add()
         return StoredResult(*known)
     await run_in_threadpool(parts.profiles.add, profile)
-    job = await parts.jobs.submit(wanted, wanted.profile_id)
+    job = await parts.jobs.submit(wanted, wanted.profile_id, client)
     # Counted when it has joined its job: who sees the count and cancels then cancels this request's job too.
     parts.metrics.plan_requests.add()
     return job

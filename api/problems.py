@@ -3,11 +3,14 @@
 PlannerError, ServiceError          -> its own code, title and status
 wrong body, parameter or header     -> DocumentError (422), one entry per mistake, each with field, pointer and mend
 unknown path, wrong method          -> 404, 405
+the database's disk is full, read-only -> 503
 anything else                       -> 500 with the request's id; the traceback goes to the log only (`api.middleware`)
 """
 
 from __future__ import annotations
 
+import logging
+import sqlite3
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,14 +20,30 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from api.documents import ErrorItem, ProblemDocument
-from api.errors import InternalError, MediaTypeError, MethodError, NotFoundError, ServiceError, status_of
+from api.errors import (
+    InternalError,
+    MediaTypeError,
+    MethodError,
+    NotFoundError,
+    NotReadyError,
+    ServiceError,
+    status_of,
+)
 from api.links import path_within
 from planner.errors import DocumentError, PlannerError, Problem
 from planner.spec.document import Location, located_problems, path_of
 
+logger = logging.getLogger("api")
+
 MEDIA_TYPE = "application/problem+json"
+MOST_ERRORS = 50
+"""Mistakes that one document tells; a client that made more has made one many times."""
+LONGEST_TEXT = 2000
+"""Characters of a field, message or mend: what a client sent is not sent back whole."""
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
     "default": {
@@ -56,20 +75,33 @@ class CarriedError(HTTPException):
 def document_of(error: PlannerError, *, request_id: str | None = None) -> ProblemDocument:
     """The problem document of an error."""
     pointers = error.pointers if isinstance(error, LocatedError) else (None,) * len(error.problems)
+    told = [
+        ErrorItem(
+            field=_clipped(problem.field),
+            pointer=pointer if pointer is None or len(pointer) <= LONGEST_TEXT else None,
+            message=_clipped(problem.message),
+            mend=_clipped(problem.mend),
+        )
+        for problem, pointer in zip(error.problems[:MOST_ERRORS], pointers, strict=False)
+    ]
+    lines = [str(Problem(item.field, item.message, item.mend)) for item in told]
+    if len(error.problems) > len(told):
+        lines.append(f"And {len(error.problems) - len(told)} mistakes more.")
     limits = error.limits if isinstance(error, ServiceError) else None
     return ProblemDocument(
         type=f"/problems/{error.code}",
         title=error.title,
         status=status_of(error),
-        detail=str(error),
+        detail="\n".join(lines),
         code=error.code,
-        errors=tuple(
-            ErrorItem(field=problem.field, pointer=pointer, message=problem.message, mend=problem.mend)
-            for problem, pointer in zip(error.problems, pointers, strict=True)
-        ),
+        errors=tuple(told),
         limits=dict(limits) if limits else None,
         request_id=request_id,
     )
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} ..."
 
 
 def response_of(document: ProblemDocument) -> JSONResponse:
@@ -83,8 +115,8 @@ def problem_response(request: Request, error: PlannerError) -> Response:
     request.app.state.metrics.problems.add(code=error.code)
     document = document_of(error, request_id=request.scope.get("request_id"))
     response = request.app.state.problem_page(request, document) if _wants_page(request) else response_of(document)
-    if isinstance(error, ServiceError) and error.retry_after_seconds is not None:
-        response.headers["Retry-After"] = str(error.retry_after_seconds)
+    if isinstance(error, ServiceError):
+        response.headers.update(error.headers)
     return response
 
 
@@ -94,6 +126,7 @@ def install(app: FastAPI, page: ProblemPage) -> None:
     app.add_exception_handler(PlannerError, _on_planner_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_request)
     app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(sqlite3.OperationalError, _on_store_error)
 
 
 def _wants_page(request: Request) -> bool:
@@ -120,15 +153,37 @@ def _on_http_exception(request: Request, error: Exception) -> Response:
     elif error.status_code == 404:
         translated = NotFoundError(f"there is no {request.url.path}.", mend="see /openapi.json for all paths.")
     elif error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
-        translated = MethodError(f"{request.url.path} does not take {request.method}.", mend=f"use {allowed}.")
+        allowed = _allowed(request)
+        translated = MethodError(
+            f"{request.url.path} does not take {request.method}.", mend=f"use {allowed}.", headers={"Allow": allowed}
+        )
     elif error.status_code == 400:
         translated = DocumentError("the body is not valid JSON.", mend="send one JSON document in UTF-8.")
     else:
         translated = InternalError(error.detail)
-    response = problem_response(request, translated)
-    response.headers.update(error.headers or {})
-    return response
+    return problem_response(request, translated)
+
+
+def _allowed(request: Request) -> str:
+    """Methods that the path takes, of all its routes (Starlette tells those of the first); HEAD goes where GET does."""
+    router = request.app.router
+    takes = [
+        method
+        for method in METHODS
+        if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in router.routes)
+    ]
+    return ", ".join(["GET", "HEAD", *takes[1:]] if "GET" in takes else takes)
+
+
+def _on_store_error(request: Request, error: Exception) -> Response:
+    """A full or read-only disk is the operator's to mend; nothing of the request was stored."""
+    logger.error("request %s: the database: %s", request.scope.get("request_id"), error)
+    refusal = NotReadyError(
+        f"the database cannot be used: {error}.",
+        mend="ask again later; its operator has to look after its disk.",
+        retry_after_seconds=10,
+    )
+    return problem_response(request, refusal)
 
 
 def _error_of_request(request: Request, error: RequestValidationError) -> PlannerError:
@@ -144,6 +199,7 @@ def _error_of_request(request: Request, error: RequestValidationError) -> Planne
             f"the body was sent as {request.headers.get('content-type', 'no type')!r}.",
             field="Content-Type",
             mend="send the header Content-Type: application/json.",
+            headers={"Accept": "application/json"},
         )
     located: list[tuple[Problem, str | None]] = [
         (_parameter_problem(each), None) for each in details if each["loc"][0] != "body"
@@ -155,6 +211,8 @@ def _error_of_request(request: Request, error: RequestValidationError) -> Planne
 
 def _parameter_problem(details: Any) -> Problem:
     context = details.get("ctx", {})
+    if details["type"] == "extra_forbidden":
+        return Problem(path_of(details["loc"][1:]), "unknown parameter.", "leave it out, or correct its name.")
     bounds = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
     mends = [f"{words} {context[key]}" for key, words in bounds.items() if key in context]
     mend = f"give a value of {' and '.join(mends)}." if mends else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import socket
 
@@ -10,6 +9,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from api.app import create_app
+from api.hosts import is_loopback
 from api.keys import keys_of
 from api.settings import Settings
 from api.store import Store
@@ -78,11 +78,3 @@ def check_reach(settings: Settings) -> None:
         mend="make a key with `planner serve --make-key plan` and set keys_file; or set without_keys, and let whoever "
         "reaches the port plan, cancel and delete.",
     )
-
-
-def is_loopback(host: str) -> bool:
-    """Only this machine reaches the address."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from api.documents import Answer
-from api.errors import NotReadyError, QueueFullError, SolverError
+from api.errors import NotReadyError, QueueFullError, SolverError, TooManyJobsError
 from api.metrics import Metrics
 from api.settings import Settings
 from api.solver import Answered, Crashed, Refused, Reported, SolverProcess, Task, Work
@@ -25,10 +25,13 @@ ProgressHandler = Callable[[Reported], None]
 class Ticket:
     """A task's way to its end: cancel it before or while it runs, from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, client: str = "") -> None:
+        self.client = client
         self._lock = threading.Lock()
         self._process: SolverProcess | None = None
         self.cancelled = False
+        self.running = False
+        """Its turn has come."""
 
     def cancel(self) -> None:
         """Stop the task; harmless when it has ended."""
@@ -73,20 +76,29 @@ class Solvers:
         """Another task may wait, or start at once."""
         return len(self._admitted) < self._settings.concurrency + self._settings.queue_length
 
-    def admit(self, *, beyond_limit: bool = False) -> Ticket:
-        """Let a task into the queue; it must be `run` then.
+    def admit(self, client: str, *, beyond_limit: bool = False) -> Ticket:
+        """Let a client's task into the queue; it must be `run` then. Without a name it counts for nobody.
 
         Raises:
             QueueFullError: no more tasks may wait.
+            TooManyJobsError: the client has as many as one may have.
             NotReadyError: the service is stopping.
         """
         if self._stopping:
             raise NotReadyError("the service is stopping.", mend="ask again in a moment.", retry_after_seconds=1)
         if not beyond_limit and not self.has_room:
             raise self._full()
-        ticket = Ticket()
+        if client:
+            self._check_share(client)
+        ticket = Ticket(client)
         self._admitted.add(ticket)
         return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Stop a task; one whose turn has not come makes room for another at once. Harmless when it has ended."""
+        ticket.cancel()
+        if not ticket.running:
+            self._admitted.discard(ticket)
 
     async def run(
         self, ticket: Ticket, make_task: Callable[[], Task | None], *, seconds: float, on_progress: ProgressHandler
@@ -104,6 +116,7 @@ class Solvers:
             async with self._slots:
                 if ticket.cancelled:
                     return None
+                ticket.running = True
                 self.running += 1
                 try:
                     loop = asyncio.get_running_loop()
@@ -130,12 +143,26 @@ class Solvers:
             ticket.cancel()
         await asyncio.to_thread(self._threads.shutdown)
 
+    def _check_share(self, client: str) -> None:
+        most = self._settings.max_jobs_per_client
+        own = sum(ticket.client == client for ticket in self._admitted)
+        if most and own >= most:
+            raise TooManyJobsError(
+                f"{client} has {own} solves that run or wait.",
+                mend="wait until one has ended, or cancel one: DELETE /v1/jobs/{id}.",
+                limits={"max_jobs_per_client": most},
+                retry_after_seconds=self._mean_seconds(),
+            )
+
+    def _mean_seconds(self) -> int:
+        return max(1, math.ceil(self._metrics.solve_seconds.mean))
+
     def _full(self) -> QueueFullError:
         return QueueFullError(
             f"{self.running} solves run and {self.waiting} wait.",
             mend="try again later, or raise queue_length or concurrency of the service.",
             limits={"queue_length": self._settings.queue_length, "concurrency": self._settings.concurrency},
-            retry_after_seconds=max(1, math.ceil(self._metrics.solve_seconds.mean)),
+            retry_after_seconds=self._mean_seconds(),
         )
 
     def _do(

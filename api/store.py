@@ -240,13 +240,14 @@ class Store:
         with self._transaction():
             return self._finish(job_id, status, problem)
 
-    def requeue(self, job_id: str) -> None:
-        """running -> queued: its solver was stopped by the service's own end."""
+    def requeue(self, job_id: str, *, uncounted: bool = False) -> None:
+        """running -> queued: its solver ended with the service; uncounted: in good order, so it is no attempt."""
         sql = (
-            "UPDATE jobs SET status = 'queued', started_at = NULL, progress = NULL WHERE id = ? AND status = 'running'"
+            "UPDATE jobs SET status = 'queued', started_at = NULL, progress = NULL, attempts = attempts - ? "
+            "WHERE id = ? AND status = 'running'"
         )
         with self._transaction():
-            if self._run(sql, job_id).rowcount:
+            if self._run(sql, int(uncounted), job_id).rowcount:
                 self._add_event(job_id, "queued", "{}")
 
     def unfinished_jobs(self) -> list[JobRow]:
@@ -368,10 +369,11 @@ class Store:
             self._run("BEGIN IMMEDIATE")
             try:
                 yield
+                self._run("COMMIT")
             except BaseException:
-                self._run("ROLLBACK")
+                if self._connection.in_transaction:  # on a full disk SQLite has rolled back by itself
+                    self._run("ROLLBACK")
                 raise
-            self._run("COMMIT")
 
 
 def now() -> str:

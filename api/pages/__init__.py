@@ -5,11 +5,11 @@ from __future__ import annotations
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse
 
-from api.pages import catalogue, job, plan, problem, start, wish
+from api.pages import catalogue, job, plan, problem, reference, start, wish
 from api.pages.problem import problem_page
 
 __all__ = ["problem_page", "router"]
 
 router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
-for each in (start, plan, wish, job, catalogue, problem):
+for each in (start, plan, wish, job, catalogue, problem, reference):
     router.include_router(each.router)

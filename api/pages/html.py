@@ -26,7 +26,13 @@ WITHOUT_END = frozenset({"br", "img", "input", "link", "meta"})
 ADDRESSES = frozenset({"href", "src", "action"})
 LONG_TEXT = 40
 """Characters of a cell that is kept from becoming a narrow column."""
-MENU = (("/", "Plans"), ("/plan", "Ask for a plan"), ("/models", "Models"), ("/devices", "Devices"))
+MENU = (
+    ("/", "Plans"),
+    ("/plan", "Ask for a plan"),
+    ("/models", "Models"),
+    ("/devices", "Devices"),
+    ("/docs", "HTTP"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from fastapi.responses import HTMLResponse, RedirectResponse, Response
 from api.dependencies import ServicesDependency, StoredResult
 from api.documents import PlanCreate
 from api.errors import MediaTypeError, ServiceError, status_of
+from api.guard import client_of
 from api.pages.html import Element, Node, page, tag
 from api.pages.job import SEE_OTHER
 from api.pages.problem import sentence
@@ -38,12 +39,12 @@ async def post_form(request: Request, parts: ServicesDependency) -> Response:
     """Ask for the plan; mistakes come back beside their fields."""
     answers = await _answers(request)
     try:
-        asked = await ask(parts, _wish(answers))
+        asked = await ask(parts, _wish(answers), client_of(request.scope))
     except PlannerError as error:
         parts.metrics.problems.add(code=error.code)
         response = _form(request, answers, error.problems, status=status_of(error))
-        if isinstance(error, ServiceError) and error.retry_after_seconds is not None:
-            response.headers["Retry-After"] = str(error.retry_after_seconds)
+        if isinstance(error, ServiceError):
+            response.headers.update(error.headers)
         return response
     return RedirectResponse(_page_of(asked), SEE_OTHER)
 

@@ -10,14 +10,16 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
-from api.caching import FOREVER, REVALIDATE, cacheable
+from api.caching import FOREVER, REVALIDATE, cacheable, check_if_match, tag_of
 from api.cursors import cursor_of, number_of
 from api.dependencies import (
+    ClientDependency,
     ResultDependency,
     RootDependency,
     Services,
     ServicesDependency,
     StoredResult,
+    Wait,
     WaitDependency,
 )
 from api.documents import (
@@ -27,6 +29,7 @@ from api.documents import (
     MeasurementView,
     PlanCreate,
     PlanPage,
+    PlanQuery,
     PlanSummary,
     StageMap,
 )
@@ -58,29 +61,26 @@ ACCEPTED: dict[int | str, dict[str, Any]] = {
 
 
 @router.post("", response_model=Plan | Infeasible, responses=ACCEPTED)
-async def create_plan(body: PlanCreate, request: Request, parts: ServicesDependency, wait: WaitDependency) -> Response:
+async def create_plan(
+    body: PlanCreate, request: Request, parts: ServicesDependency, client: ClientDependency, wait: WaitDependency
+) -> Response:
     """The best plan: at once when it is known, else solved; waits as long as ``Prefer: wait=N`` says, then answers 202.
 
     The plan's id is the sha256 of the canonical request: the same request gets the same plan, solved once.
     "No plan fits" is an answer too: status `infeasible`, with the reasons and the nearest misses.
     """
-    asked = await ask(parts, body)
+    asked = await ask(parts, body, client)
     if isinstance(asked, StoredResult):
         return _answer(request, asked, cache="hit")
-    job = await parts.jobs.finished(asked.id, wait)
+    job = await parts.jobs.finished(asked.id, wait.seconds)
     return await run_in_threadpool(_after_wait, request, parts, job, wait)
 
 
 @router.get("")
-def list_plans(
-    parts: ServicesDependency,
-    root: RootDependency,
-    cursor: Annotated[str | None, Query()] = None,
-    limit: Annotated[int, Query(ge=1, le=200)] = 50,
-) -> PlanPage:
+def list_plans(parts: ServicesDependency, root: RootDependency, asked: Annotated[PlanQuery, Query()]) -> PlanPage:
     """Plans, newest first; `next` is the cursor of the following page."""
-    rows = parts.store.plans(before=number_of(cursor), limit=limit + 1)
-    shown, more = rows[:limit], len(rows) > limit
+    rows = parts.store.plans(before=number_of(asked.cursor), limit=asked.limit + 1)
+    shown, more = rows[: asked.limit], len(rows) > asked.limit
     return PlanPage(
         plans=tuple(_summary(row, root) for row in shown), next=cursor_of(shown[-1].number) if more else None
     )
@@ -93,8 +93,9 @@ def get_plan(request: Request, result: ResultDependency) -> Response:
 
 
 @router.delete("/{plan_id}", status_code=204)
-def delete_plan(result: ResultDependency, parts: ServicesDependency) -> None:
+def delete_plan(request: Request, result: ResultDependency, parts: ServicesDependency) -> None:
     """Delete a plan, its measured runs and its ended jobs; asked for again, it is solved again."""
+    check_if_match(request, tag_of(result.document.encode()))
     parts.store.delete_plan(result.row.id)
     logger.info("plan %s: deleted", result.row.id)
 
@@ -191,7 +192,7 @@ def get_measurement(
     return cacheable(request, row.document, media_type=JSON, cache_control=FOREVER)
 
 
-def _after_wait(request: Request, parts: Services, job: JobRow, wait: float) -> Response:
+def _after_wait(request: Request, parts: Services, job: JobRow, wait: Wait) -> Response:
     """What the client gets once the wait is over, however the job stands."""
     if job.status in ("succeeded", "infeasible"):
         found = parts.store.plan(job.plan_id)
@@ -205,7 +206,9 @@ def _after_wait(request: Request, parts: Services, job: JobRow, wait: float) -> 
         assert view.problem is not None
         parts.metrics.problems.add(code=view.problem.code)
         return response_of(view.problem.model_copy(update={"request_id": request.scope["request_id"]}))
-    headers = {"Location": f"/v1/jobs/{job.id}", "Retry-After": "1", "Preference-Applied": f"wait={wait:g}"}
+    headers = {"Location": f"/v1/jobs/{job.id}", "Retry-After": "1"}
+    if wait.applied:
+        headers["Preference-Applied"] = wait.applied
     return Response(view.model_dump_json(), status_code=202, media_type=JSON, headers=headers)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 from fastapi.concurrency import run_in_threadpool
 
-from api.dependencies import ServicesDependency
+from api.dependencies import ClientDependency, ServicesDependency
 from api.documents import PredictionCreate
 from api.errors import NotReadyError
 from api.profiles import ResolvedProfile
@@ -16,11 +16,11 @@ router = APIRouter(prefix="/v1/predictions", tags=["predictions"])
 
 
 @router.post("")
-async def create_prediction(body: PredictionCreate, parts: ServicesDependency) -> Forecast:
+async def create_prediction(body: PredictionCreate, parts: ServicesDependency, client: ClientDependency) -> Forecast:
     """Predict one layout; without `layers_per_stage`, its best stage map. Nothing is stored."""
     resolved = await run_in_threadpool(parts.profiles.resolve, body)
     answer = await parts.solvers.run(
-        parts.solvers.admit(),
+        parts.solvers.admit(client),
         lambda: _task(body, resolved),
         seconds=parts.settings.max_solver_seconds,
         on_progress=lambda report: None,

@@ -16,6 +16,8 @@ from planner.errors import DocumentError, Problem
 
 Location = tuple[int | str, ...]
 """Keys and indices that lead to a value."""
+MOST_MISTAKES = 200
+"""That are looked at: hundreds of thousands of unknown fields are one mistake, and each takes its time to tell."""
 DocumentType = TypeVar("DocumentType", bound="Document")
 
 
@@ -122,15 +124,17 @@ def problems_of(error: ValidationError, kind: type[BaseModel], data: Any, *, pre
 def located_problems(error: ValidationError, kind: type[BaseModel], data: Any) -> tuple[tuple[Location, Problem], ...]:
     """The same with where each mistake stands in the data.
 
-    Of a union, only what is wrong with the branch that went furthest is told, and each thing once.
+    Of a union, only what is wrong with the branch that went furthest is told, and each thing once; of very many, the
+    first.
     """
     several: dict[Location, list[Any]] = {}
-    for details in error.errors(include_url=False):
+    for details in error.errors(include_url=False)[:MOST_MISTAKES]:
         several.setdefault(_real_location(details, data), []).append(details)
     found = [(location, one) for location, each in several.items() for one in _problems_at(each, kind, location)]
+    above = {location[:depth] for location, _ in found for depth in range(len(location))}
     chosen: dict[tuple[Location, str], Problem] = {}
     for location, problem in found:
-        if not any(len(other) > len(location) and other[: len(location)] == location for other, _ in found):
+        if location not in above:
             chosen[location, problem.message] = problem
     return tuple((location, problem) for (location, _), problem in chosen.items())
 
