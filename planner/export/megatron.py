@@ -44,12 +44,13 @@ class Settings(NamedTuple):
         return cls(tuple(chain(*(part[0] for part in parts))), tuple(chain(*(part[1] for part in parts))))
 
 
-def settings_of(plan: Plan, target: str) -> Settings:
+def settings_of(plan: Plan, target: str, *, couples_decay: bool = False) -> Settings:
     """Megatron-Core's settings for a plan of a transformer.
 
     Args:
         plan: of any model.
         target: the runtime, as it calls itself.
+        couples_decay: it can add weight decay to Adam's gradients, for which Megatron-LM has no flag.
 
     Raises:
         UnsupportedError: Megatron-Core cannot do what the plan says, or not within its memory.
@@ -63,7 +64,7 @@ def settings_of(plan: Plan, target: str) -> Settings:
         _batch(plan),
         _recompute(target, transformer),
         _states(plan, target),
-        _optimizer(plan, target),
+        _optimizer(plan, target, couples_decay=couples_decay),
     )
 
 
@@ -126,8 +127,18 @@ def _pipeline(plan: Plan, target: str, transformer: Transformer) -> Settings:
         Setting(
             "--microbatch-group-size-per-virtual-pipeline-stage", "model.microbatch_group_size_per_vp_stage", group
         ),
+        *_OTHER_CUTS,
     )
     return Settings(settings, warnings)
+
+
+_OTHER_CUTS = (
+    Setting("", "model.num_layers_in_first_pipeline_stage", None),
+    Setting("", "model.num_layers_in_last_pipeline_stage", None),
+    Setting("", "model.account_for_embedding_in_pipeline_split", False),
+    Setting("", "model.account_for_loss_in_pipeline_split", False),
+)
+"""What recipes cut stages by, that of Llama 3.1 405B too: `TransformerConfig` raises where a layout stands beside."""
 
 
 def _batch(plan: Plan) -> Settings:
@@ -171,6 +182,7 @@ def _states(plan: Plan, target: str) -> Settings:
         Setting("--num-distributed-optimizer-instances", "ddp.num_distributed_optimizer_instances", instances, 1),
         Setting("--overlap-grad-reduce", "ddp.overlap_grad_reduce", replicas > 1),
         Setting("--overlap-param-gather", "ddp.overlap_param_gather", shards_states and replicas > 1),
+        Setting("", "optimizer.overlap_param_gather", shards_states and replicas > 1),
         Setting("--use-megatron-fsdp", "dist.use_megatron_fsdp", zero > 1),
         Setting("", "ddp.use_megatron_fsdp", zero > 1),
     )
@@ -185,7 +197,7 @@ def _states(plan: Plan, target: str) -> Settings:
 _OPTIMIZERS = {"adamw": "adam", "adam": "adam", "sgd": "sgd", "momentum": "sgd", "muon": "muon"}
 
 
-def _optimizer(plan: Plan, target: str) -> Settings:
+def _optimizer(plan: Plan, target: str, *, couples_decay: bool) -> Settings:
     layout, planned = plan.layout, plan.request.job.optimizer
     name = known(plan, target, "optimizer", _OPTIMIZERS)
     if name != "adam":
@@ -195,8 +207,10 @@ def _optimizer(plan: Plan, target: str) -> Settings:
     if name == "muon" and layout.zero_stage > 1:
         demand(plan, target, zero_stage=1)
     offload = layout.optimizer_offload
+    decouples = planned != "adam" or offload or not couples_decay  # on the host AdamW only
     settings: tuple[Setting, ...] = (
         Setting("--optimizer", "optimizer.optimizer", name),
+        Setting("", "optimizer.decoupled_weight_decay", decouples),
         Setting("--optimizer-cpu-offload", "optimizer.optimizer_cpu_offload", offload),
         Setting("", "optimizer.optimizer_offload_fraction", 1.0 if offload else 0.0),
         Setting("--use-precision-aware-optimizer", "optimizer.use_precision_aware_optimizer", offload),
@@ -205,7 +219,7 @@ def _optimizer(plan: Plan, target: str) -> Settings:
         momentum = 0.9 if planned == "momentum" else 0.0
         settings += (Setting("--sgd-momentum", "optimizer.sgd_momentum", momentum),)
     told = (
-        (planned == "adam", f"{target} decouples Adam's weight decay, as AdamW does."),
+        (planned == "adam" and decouples, f"{target} decouples Adam's weight decay, as AdamW does."),
         (offload, f"{target} updates on the host, with states sharded as under ZeRO 1; the plan brings them back."),
         (name == "muon" and layout.zero_stage == 1, f"{target} shares out whole matrices under Muon, not equal parts."),
     )

@@ -28,6 +28,11 @@ _PRECISIONS = {
     ),
 }
 """Gradients stay in bf16, two bytes as in the plan: the default of `bf16_mixed` is four."""
+_STATES = tuple(
+    f"cfg.optimizer.{name}_dtype = torch.float32" for name in ("main_params", "main_grads", "exp_avg", "exp_avg_sq")
+)
+"""Four bytes each, as in the plan: recipes of large models choose two, and `OptimizerConfig` takes those only from its
+precision-aware optimizer."""
 _OPTIMIZERS = {"adamw": "adam", "adam": "adam", "sgd": "sgd", "momentum": "sgd"}
 
 
@@ -35,9 +40,10 @@ def write(plan: Plan) -> Export:
     """A Python file with the function ``apply_plan``."""
     precision = _PRECISIONS[known(plan, _NAME, "precision", {name: name for name in _PRECISIONS})]
     known(plan, _NAME, "optimizer", _OPTIMIZERS)
-    chosen = settings_of(plan, _NAME)
+    chosen = settings_of(plan, _NAME, couples_decay=True)
     blocks = Transformer.of(plan, _NAME).blocks
-    lines = [*precision, *map(_assignment, (setting for setting in chosen.settings if setting.field))]
+    settings = map(_assignment, (setting for setting in chosen.settings if setting.field))
+    lines = [*precision, *settings, *_STATES]
     body = "".join(f"    {line}\n" for line in lines)
     top = header(plan, _NAME, _VERSION, chosen.warnings)
     return Export(f"{top}{_imports(precision)}{_FUNCTION.format(blocks=blocks)}{body}    return cfg\n", chosen.warnings)
@@ -46,9 +52,9 @@ def write(plan: Plan) -> Export:
 def _imports(precision: tuple[str, ...]) -> str:
     """What the function's lines use."""
     made = precision[0].removeprefix("cfg.mixed_precision = ").partition("(")[0]
-    torch = "import torch\n\n" if made == "MixedPrecisionConfig" else ""
     return (
-        f"{torch}from megatron.bridge.training.config import ConfigContainer\n"
+        "import torch\n\n"
+        "from megatron.bridge.training.config import ConfigContainer\n"
         f"from megatron.bridge.training.mixed_precision import {made}\n\n\n"
     )
 

@@ -51,10 +51,12 @@ def _argument(setting: Setting) -> str:
 
 
 def _environment(plan: Plan) -> str:
-    """What Megatron-LM asks of the environment before Blackwell."""
+    """What `validate_args` asks for: 1 where ranks split layers, before Blackwell; never 1 under FSDP."""
     layout = plan.layout
+    if layout.zero_stage > 1:
+        return "unset CUDA_DEVICE_MAX_CONNECTIONS\n"
     is_split = layout.tensor_parallel_degree > 1 or layout.context_parallel_degree > 1
-    return "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" if is_split and layout.zero_stage < 2 else ""
+    return "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" if is_split else ""
 
 
 TARGET = Target(

@@ -52,7 +52,10 @@ def apply_plan(config: Trainer.Config) -> Trainer.Config:
 
 def _training(plan: Plan, choices: Choices) -> dict[str, object]:
     job = plan.request.job
+    # Trainer.Config raises for CUDA graphs of pipelines, and of most ways to send tokens to experts; they are on else.
+    lacks_graphs = plan.layout.pipeline_parallel_degree * plan.layout.expert_parallel_degree > 1
     return {
+        **({"disable_cuda_graphs": True} if lacks_graphs else {}),
         "num_tokens_per_microbatch_per_dp_rank": plan.layout.micro_batch_size * job.sequence_length,
         "num_tokens_per_train_step": job.global_batch_size * job.sequence_length,
         "max_context_length": job.sequence_length,

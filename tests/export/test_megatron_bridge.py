@@ -8,12 +8,14 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from planner.errors import UnsupportedError
 from planner.export import find
 from planner.spec import Plan
 from tests.export.plans import plan_of, planned
 from tests.export.test_megatron_lm import arguments
+from tests.export.texts import with_job
 
 
 class Fields(SimpleNamespace):
@@ -64,6 +66,10 @@ def test_an_interleaved_plan() -> None:
         "virtual_pipeline_model_parallel_size": 2,
         "pipeline_model_parallel_layout": "Et*3|t*3|t*3|t*3L",
         "microbatch_group_size_per_vp_stage": 2,
+        "num_layers_in_first_pipeline_stage": None,
+        "num_layers_in_last_pipeline_stage": None,
+        "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
         "seq_length": 256,
         "recompute_granularity": None,
         "recompute_method": None,
@@ -86,13 +92,6 @@ def test_both_megatrons_are_told_the_same(name: str) -> None:
     assert cfg.mixed_precision.grad_reduce_in_fp32 is False
 
 
-def in_precision(precision: str) -> Plan:
-    """A plan whose job has this precision."""
-    plan = plan_of("one-device")
-    job = plan.request.job.model_copy(update={"precision": precision})
-    return plan.model_copy(update={"request": plan.request.model_copy(update={"job": job})})
-
-
 def test_precisions() -> None:
     """fp8 on top of bf16; fp32 by hand, since Megatron-Bridge has no recipe of it."""
     assert vars(applied(plan_of("fp8"), 16).mixed_precision) == {
@@ -101,8 +100,26 @@ def test_precisions() -> None:
         "fp8": "hybrid",
         "fp8_recipe": "tensorwise",
     }
-    assert applied(in_precision("fp16-mixed")).mixed_precision.fp16 is True
-    assert applied(in_precision("fp32")).mixed_precision.fp32 is True
+    assert applied(with_job(plan_of("one-device"), precision="fp16-mixed")).mixed_precision.fp16 is True
+    assert applied(with_job(plan_of("one-device"), precision="fp32")).mixed_precision.fp32 is True
+
+
+def test_states_take_four_bytes_whatever_the_recipe_says() -> None:
+    """Those of Kimi K2 and others take two, which OptimizerConfig refuses without its precision-aware optimizer."""
+    optimizer = applied(plan_of("zero-1")).optimizer
+    assert optimizer.use_precision_aware_optimizer is False
+    assert {vars(optimizer)[f"{name}_dtype"] for name in ("main_params", "main_grads", "exp_avg", "exp_avg_sq")} == {
+        torch.float32
+    }
+
+
+@pytest.mark.parametrize(("optimizer", "decouples"), [("adam", False), ("adamw", True)])
+def test_weight_decay_is_the_planned_optimizers(optimizer: str, decouples: bool) -> None:
+    """Megatron-LM has no flag for it, and tells so; Megatron-Bridge has the field."""
+    plan = with_job(plan_of("one-device"), optimizer=optimizer)
+    assert applied(plan).optimizer.decoupled_weight_decay is decouples
+    assert not find("megatron-bridge").write(plan).warnings
+    assert bool(find("megatron-lm").write(plan).warnings) is not decouples
 
 
 def test_a_recipe_of_another_model_is_told() -> None:

@@ -111,6 +111,16 @@ def test_choices_become_flags(name: str, flags: dict[str, str]) -> None:
     assert not set(flags) & {flag for flag in arguments(plan_of("one-device")) if flag != "--bf16"}
 
 
+@pytest.mark.parametrize(
+    ("name", "found"), [("tensor-data-zero-3", "unset"), ("zero-2", "unset"), ("context", "1"), ("zero-1", "1")]
+)
+def test_connections_are_what_megatron_checks(name: str, found: str) -> None:
+    """1 where ranks split layers; under FSDP any but 1, though the shell has it so; else as the shell has it."""
+    show = 'echo "${CUDA_DEVICE_MAX_CONNECTIONS-unset}"'
+    shell = ["bash", "-euc", f"CUDA_DEVICE_MAX_CONNECTIONS=1\n{find('megatron-lm').write(plan_of(name)).text}\n{show}"]
+    assert subprocess.run(shell, capture_output=True, text=True, check=True).stdout.strip() == found
+
+
 def test_sgd_has_no_momentum_unless_planned() -> None:
     """Megatron-LM's own default is 0.9."""
     assert arguments(planned(optimizer="sgd"))["--sgd-momentum"] == "0.0"

@@ -77,6 +77,12 @@ def test_an_uneven_plan_on_the_main_branch(main: Any) -> None:
     assert [group.optimizer_name for group in config.optimizer.param_groups] == ["AdamW", "AdamW"]
 
 
+@pytest.mark.parametrize(("name", "are_off"), [("uneven-stages", True), ("zero-1", False)])
+def test_no_cuda_graphs_of_pipelines(main: Any, name: str, are_off: bool) -> None:
+    """Trainer.Config has them on by default, and raises beside pipeline stages."""
+    assert hasattr(main(plan_of(name)).training, "disable_cuda_graphs") is are_off
+
+
 def test_a_plan_for_the_release() -> None:
     """Mixtral on 16 devices: two stages, eight shards, experts over four of them."""
     found = toml(plan_of(EXPERTS))
