@@ -120,7 +120,7 @@ class Counter:
         index = self.representatives[kind]
         total = 0
         for place, output in enumerate(trace.outputs):
-            readers = self.cut.chain.readers(index, place)
+            readers = self.cut.chain.readers(index, place, self.dtype)
             claimed = any(self._trace(self.layers[at].kind, size, WHOLE).keeps_inputs[where] for at, where in readers)
             if trace.keeps_outputs[mode][place] and readers and not claimed:
                 total += output.nbytes
@@ -139,7 +139,7 @@ class Counter:
         )
 
     def _is_kept_later(self, index: int, place: int, size: Size) -> bool:
-        later = self.cut.chain.later_takers(index, place)
+        later = self.cut.chain.later_takers(index, place, self.dtype)
         return any(self._trace(self.layers[at].kind, size, WHOLE).keeps_inputs[where] for at, where in later)
 
     def holds_experts(self, kind: str) -> bool:

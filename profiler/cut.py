@@ -96,10 +96,10 @@ class Chain(Protocol):
     def borders(self, model: nn.Module, inputs: InputMaker, size: Size) -> Borders:
         """Tensors at the borders of the layers of the whole model, which is on meta."""
 
-    def readers(self, index: int, place: int) -> list[tuple[int, int]]:
+    def readers(self, index: int, place: int, dtype: torch.dtype) -> list[tuple[int, int]]:
         """(layer, place among what it takes) of all layers that read this tensor of what layer `index` makes."""
 
-    def later_takers(self, index: int, place: int) -> list[tuple[int, int]]:
+    def later_takers(self, index: int, place: int, dtype: torch.dtype) -> list[tuple[int, int]]:
         """(layer, place among what it takes) of all layers behind `index` that take this tensor of what it takes."""
 
     def edges(self, sequence_length: int, dtype: torch.dtype) -> tuple[SkipEdge, ...]:
@@ -135,11 +135,11 @@ class TensorChain:
         crossing = (given, *((output,) for output in outputs))
         return Borders(crossing, crossing[:-1], crossing[1:], tuple(output.nbytes for (output,) in crossing[1:]))
 
-    def readers(self, index: int, place: int) -> list[tuple[int, int]]:
+    def readers(self, index: int, place: int, dtype: torch.dtype) -> list[tuple[int, int]]:
         """The next layer."""
         return [(index + 1, 0)]
 
-    def later_takers(self, index: int, place: int) -> list[tuple[int, int]]:
+    def later_takers(self, index: int, place: int, dtype: torch.dtype) -> list[tuple[int, int]]:
         """None: the tensor goes no further."""
         return []
 

@@ -208,13 +208,28 @@ class GraphChain:
         """The run that the layers were found in."""
         return self.tracer.flow(self.tracer.probes[0])
 
-    def size_of(self, values: Select, shapes: Sequence[tuple[int, ...]]) -> Size:
-        """Micro-batch size and sequence length at which these values have these shapes.
+    def size_of(self, values: Select, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Size:
+        """Micro-batch size and sequence length at which these values have these shapes in a model of this type.
 
         Raises:
             LayoutError: at none.
         """
-        probes = [_shapes(self.tracer.flow(size), values) for size in self.tracer.probes]
+        # Sizes are the same in every type, and known of the first; but what is cast to it crosses in others only.
+        for traced in dict.fromkeys((self.tracer.dtype, dtype)):
+            size = self._solved(values, shapes, traced)
+            if size is not None and _shapes(self.tracer.flow(size, dtype), values) == tuple(map(tuple, shapes)):
+                return size
+        raise LayoutError(
+            f"the stage does not take tensors of shapes {list(map(tuple, shapes))}.",
+            field="stages",
+            mend="give it what the stage before returns.",
+        )
+
+    def _solved(self, values: Select, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Size | None:
+        """By the runs of this type; None: other values cross in it, or no such size is whole."""
+        probes = [_shapes(self.tracer.flow(size, dtype), values) for size in self.tracer.probes]
+        if len(probes[0]) != len(shapes):
+            return None
         rows = [row for row in zip(shapes, *probes, strict=True) if len({len(size) for size in row}) == 1]
         dimensions = [dimension for row in rows for dimension in zip(*row, strict=True)]
         (samples, tokens), (more, _), (_, longer) = self.tracer.probes
@@ -224,14 +239,7 @@ class GraphChain:
                 batch = _solve(samples, more - samples, now, at, wider)
             if at == wider and at != deeper:
                 length = _solve(tokens, longer - tokens, now, at, deeper)
-        found = _shapes(self.tracer.flow((batch, length)), values) if batch > 0 and length > 0 else ()
-        if found != tuple(map(tuple, shapes)):
-            raise LayoutError(
-                f"the stage does not take tensors of shapes {list(map(tuple, shapes))}.",
-                field="stages",
-                mend="give it what the stage before returns.",
-            )
-        return batch, length
+        return (batch, length) if batch > 0 and length > 0 else None
 
     def stage(self, model: nn.Module, start: int, stop: int) -> nn.Module:
         """The model itself, other stages' modules taken out, its forward running the steps of layers start..stop."""
@@ -277,16 +285,22 @@ class GraphChain:
         made = self.runs[index].makes(flow)
         return tuple(value for value in made if any(self.runs[index].stop <= at < stop for at in flow.readers[value]))
 
-    def readers(self, index: int, place: int) -> list[tuple[int, int]]:
+    def readers(self, index: int, place: int, dtype: torch.dtype) -> list[tuple[int, int]]:
         """(layer, place among what it takes) of all layers that read this tensor of what layer `index` makes."""
-        return self._takers(self.runs[index].makes(self.reference)[place], 0)
+        flow = self._in(dtype)
+        return self._takers(flow, self.runs[index].makes(flow)[place], 0)
 
-    def later_takers(self, index: int, place: int) -> list[tuple[int, int]]:
+    def later_takers(self, index: int, place: int, dtype: torch.dtype) -> list[tuple[int, int]]:
         """(layer, place among what it takes) of all layers behind `index` that take this tensor of what it takes."""
-        return self._takers(self.runs[index].takes(self.reference)[place], index + 1)
+        flow = self._in(dtype)
+        return self._takers(flow, self.runs[index].takes(flow)[place], index + 1)
 
-    def _takers(self, value: int, first: int) -> list[tuple[int, int]]:
-        taken = [(at, self.runs[at].takes(self.reference)) for at in range(first, len(self.runs))]
+    def _in(self, dtype: torch.dtype) -> Flow:
+        """A run of this type: a cast that changes nothing in another type makes a tensor of its own here, or none."""
+        return self.tracer.flow(self.tracer.probes[0], dtype)
+
+    def _takers(self, flow: Flow, value: int, first: int) -> list[tuple[int, int]]:
+        taken = [(at, self.runs[at].takes(flow)) for at in range(first, len(self.runs))]
         return [(at, values.index(value)) for at, values in taken if value in values]
 
     def edges(self, sequence_length: int, dtype: torch.dtype) -> tuple[SkipEdge, ...]:

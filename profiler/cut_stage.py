@@ -141,7 +141,7 @@ class GraphStage:
         dtype = self._dtype(given)
         key = (tuple(tuple(tensor.shape) for tensor in given), dtype)
         if key not in self._programs:
-            flow = self._chain.tracer.flow(self._chain.size_of(self._takes, key[0]), dtype)
+            flow = self._chain.tracer.flow(self._chain.size_of(self._takes, key[0], dtype), dtype)
             runs = [self._chain.runs[index] for index in self.layers]
             self._programs[key] = _StageProgram.of(flow, runs, self._takes(flow), self._gives(flow))
         return self._programs[key]

@@ -87,11 +87,11 @@ class WholeChain:
                 output = _run(model, self.keywords, given)
         return Borders((given, output), (given,), (output,), (sum(each.nbytes for each in output),))
 
-    def readers(self, index: int, place: int) -> list[tuple[int, int]]:
+    def readers(self, index: int, place: int, dtype: torch.dtype) -> list[tuple[int, int]]:
         """Nobody."""
         return []
 
-    def later_takers(self, index: int, place: int) -> list[tuple[int, int]]:
+    def later_takers(self, index: int, place: int, dtype: torch.dtype) -> list[tuple[int, int]]:
         """Nobody."""
         return []
 

@@ -392,3 +392,34 @@ def test_states_in_8_bits_on_the_host() -> None:
     found = plan(request(model, machines, step, top=0), model)
     assert isinstance(found, Plan)
     assert dry_run(found, source).differences == ()
+
+
+class Casts(nn.Module):
+    """Hands a tensor to its last block twice: as it is, and cast to fp32, which in fp32 is the tensor itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of shape (samples, 6)."""
+        mask = self.first(x)
+        weight = mask.float()
+        for block in self.blocks:
+            x = block(x)
+        return x * mask * weight.to(x.dtype)
+
+
+def casting_blocks() -> tuple[nn.Module, Tensor]:
+    """Casts."""
+    return Casts(), torch.zeros(1, 6)
+
+
+def test_what_a_cast_sends_over_a_border() -> None:
+    """Funnel in 16 bits was refused: the tensors that cross were taken to be those of the run in fp32."""
+    source = load_model(f"{__name__}:casting_blocks")
+    model = count.profile(source, sequence_length=0, micro_batch_sizes=(1,), dtype="bf16")
+    crossing = source.borders(1, 0, torch.bfloat16).crossing
+    assert max(map(len, crossing)) == max(map(len, source.borders(1, 0).crossing)) + 1
+    assert len(model.layers) == len(crossing) - 1
