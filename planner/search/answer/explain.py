@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.cost import LayoutCosts, choose, predict_step
+from planner.search.answer.nearest import least_need
 from planner.search.answer.words import changes_text, degrees_text, seconds_text
 from planner.search.bounds.layout import BOUNDED
 from planner.search.layouts.orders import recompute_wish
 from planner.search.result import Candidate, Found
-from planner.search.stage_maps.inside import least_memory
-from planner.search.stage_maps.segments import choices
 from planner.search.stage_maps.synthesized import order_gap
 from planner.spec.job import Job
 from planner.spec.layout import Layout
@@ -224,7 +223,7 @@ def misses(found: Found) -> tuple[Miss, ...]:
 
 def _miss(costs: LayoutCosts) -> Miss:
     wish = recompute_wish(costs.work.job.constraints.get("recompute"))
-    least = least_memory(costs, choices(costs, wish))
+    least = least_need(costs, wish)
     return Miss(
         layout=costs.layout,
         pipeline_rank=least.pipeline_rank,

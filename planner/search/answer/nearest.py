@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
 
-from planner.cost import LayoutCosts, Workload, layout_costs
+from planner.cost import LayoutCosts, Workload, choose, layout_costs, stage_memory
 from planner.cost.groups import groups_of
 from planner.cost.layers import priced
+from planner.search.bounds.layout import BOUNDED
+from planner.search.bounds.steady_state import holding
 from planner.search.layouts.offloading import NOTHING
+from planner.search.layouts.orders import SYNTHESIZED, Order
 from planner.search.layouts.space import Family, Space
+from planner.search.stage_maps.dealt import ranks_of
+from planner.search.stage_maps.dealt_on_groups import uniform
+from planner.search.stage_maps.inside import LeastMemory, least_memory
+from planner.search.stage_maps.segments import choices, uniform_modes
 from planner.spec.layout import Layout
 
+_MOST_KEPT = ("none", "selective", "full")
+"""Modes of recomputation, what keeps most first."""
 _NEAREST = 8
 """Families among which the nearest misses are looked for, of those that offload nothing and of those that do."""
 
 
 def unfit(work: Workload, space: Space) -> Iterator[LayoutCosts]:
     """Layouts among which the nearest miss is: of the families that need least when all is spread evenly, some that
-    offload nothing and some that do."""
+    offload nothing and some that do; dealt ones where there are no others."""
     even: list[tuple[float, int, Family]] = []
+    is_dealt = all(order.is_dealt for family in space.families for order in family.orders)
     for family in space.families:
-        order = next((one for one in family.orders if not one.is_dealt), None)
+        order = next(iter(_leanest(family, is_dealt=is_dealt)), None)
         if order is not None:
             costs = _alike(work, family.layout(family.leanest[0], order))
             even.append((_even_share(costs), len(even), family))
@@ -29,9 +40,31 @@ def unfit(work: Workload, space: Space) -> Iterator[LayoutCosts]:
     for _, _, family in (*heapq.nsmallest(_NEAREST, on_device), *heapq.nsmallest(_NEAREST, on_host)):
         for zero in reversed(family.leanest):
             costs = layout_costs(work, family.layout(zero, family.orders[0]))
-            for order in family.orders:
-                if not order.is_dealt:
-                    yield costs.under(family.layout(zero, order))
+            for order in _leanest(family, is_dealt=is_dealt):
+                yield costs.under(family.layout(zero, order))
+
+
+def _leanest(family: Family, *, is_dealt: bool) -> list[Order]:
+    """Orders of searched stage maps; or the dealt ones that recompute most, and whose order is known."""
+    if not is_dealt:
+        return [order for order in family.orders if not order.is_dealt]
+    plain = [order for order in family.orders if order.recompute in _MOST_KEPT and order.schedule != SYNTHESIZED]
+    most = max((_MOST_KEPT.index(order.recompute) for order in plain), default=0)
+    return [order for order in plain if order.recompute == _MOST_KEPT[most]]
+
+
+def least_need(costs: LayoutCosts, wish: Sequence[str]) -> LeastMemory:
+    """What a layout needs at least of devices and hosts: under any stage map, or as its layers are dealt."""
+    if costs.layout.schedule in BOUNDED:
+        return least_memory(costs, choices(costs, wish))
+    layers, own = uniform(costs, uniform_modes(costs, costs.layout.recompute)), costs.of_replica
+    rows = stage_memory(own, choose(own, layers.stage_map(layers.dealt(ranks_of(costs)))), holding(own))
+    over = max(rows, key=lambda row: row.peak_bytes - row.capacity_bytes)
+    hosted = [(row.host_bytes - row.host_capacity_bytes, row) for row in rows if row.host_capacity_bytes is not None]
+    lacking, there = max(hosted, key=itemgetter(0), default=(0, over))
+    if lacking > over.peak_bytes - over.capacity_bytes:
+        return LeastMemory(there.pipeline_rank, there.host_bytes, there.host_bytes - lacking, "host")
+    return LeastMemory(over.pipeline_rank, over.peak_bytes, over.capacity_bytes)
 
 
 def _alike(work: Workload, layout: Layout) -> LayoutCosts:

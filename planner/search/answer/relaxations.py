@@ -20,15 +20,14 @@ from dataclasses import dataclass, field, replace
 from planner.cost import TICK_SECONDS, Workload, workload
 from planner.errors import SpecError
 from planner.search.answer.explain import with_recompute
-from planner.search.answer.nearest import unfit
+from planner.search.answer.nearest import least_need, unfit
 from planner.search.answer.words import constraint_text
 from planner.search.layouts.offloading import is_offloading_known
 from planner.search.layouts.orders import recompute_wish
 from planner.search.layouts.space import space_of
 from planner.search.result import Callbacks, Candidate, Limits
 from planner.search.solve import advance, begin
-from planner.search.stage_maps.inside import NO_LIMIT, least_memory
-from planner.search.stage_maps.segments import choices
+from planner.search.stage_maps.inside import NO_LIMIT
 from planner.search.state import State
 from planner.spec.cluster import Cluster
 from planner.spec.devices import find_device
@@ -117,7 +116,7 @@ def _remedy(profile: ModelProfile, change: _Change, limits: Limits) -> Relaxatio
         work = workload(profile, change.cluster, change.job)
         wish = recompute_wish(change.job.constraints.get("recompute"))
         near = (one for one in unfit(work, space_of(work)) if not limits.should_stop())
-        least = ((one, least_memory(one, choices(one, wish))) for one in near)
+        least = ((one, least_need(one, wish)) for one in near)
         fits = (one for one, need in least if need.needed_bytes <= need.capacity_bytes)
         costs = next(fits, None)
         if costs is not None:

@@ -135,9 +135,10 @@ def fits(model: ModelProfile, machines: Cluster, step: Job) -> bool:
     return isinstance(plan(request(model, machines, step), model), Plan)
 
 
-def test_missing_memory_is_enough_and_no_byte_less() -> None:
+@pytest.mark.parametrize("schedule", [("gpipe", "1f1b"), "zb-h1"])
+def test_missing_memory_is_enough_and_no_byte_less(schedule: Any) -> None:
     """With the memory told a plan fits; a byte less and none of these schedules does."""
-    model, memory, step = heavy(), 4 * MIB, job(8, schedule=("gpipe", "1f1b"))
+    model, memory, step = heavy(), 4 * MIB, job(8, schedule=schedule)
     found = plan(request(model, cluster(4, memory_bytes=memory), step), model)
     assert isinstance(found, Infeasible)
     extra = found.nearest[0].missing_bytes
