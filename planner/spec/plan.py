@@ -166,7 +166,8 @@ class Relaxation(Document):
     """What the plan would gain if one of its limits were another."""
 
     constraint: str
-    """``memory``, ``host_memory``, ``devices``, ``global_batch_size``, or ``constraints.FIELD`` of the job."""
+    """``memory``, ``host_memory``, ``memory_headroom``, ``devices``, ``global_batch_size``, ``constraints.FIELD`` of
+    the job, or all of its ``constraints``."""
     change: str
     """In words, such as "4 GiB more per device"."""
     layout: Layout

@@ -5,7 +5,7 @@
     (X2)  each is searched below the plan's step per sample alone, with a fixed amount of work; so most of what gains
           nothing is excluded by its bounds                                                    -> _searched()
     (X3)  where nothing fits: the memory that the nearest misses lack, of devices and of hosts, no headroom, the job
-          without one of its constraints, more nodes; each until one layout fits               -> remedies()
+          without one of its constraints, else without all, more nodes; each until one layout fits -> remedies()
 
 Work is counted in parts of the space taken up, not in seconds, so that the answer is always the same.
 """
@@ -104,6 +104,8 @@ def remedies(work: Workload, nearest: tuple[Miss, ...], limits: Limits) -> tuple
     memory = (*_missing_memory(work, nearest), *_headroom(work)) if nearest else tuple(_batches(work))
     several = (*memory, *_without_constraints(work))
     found = [_remedy(work.profile, change, limits) for change in several]
+    if len(work.job.constraints) > 1 and not any(found):
+        found.append(_remedy(work.profile, _unconstrained(work), limits))
     found.append(_more_nodes(work, limits))
     return tuple(one for one in found if one is not None)
 
@@ -193,6 +195,12 @@ def _without_constraints(work: Workload) -> Iterator[_Change]:
         others = {key: value for key, value in work.job.constraints.items() if key != name}
         words = f"without {name} = {constraint_text(constraint, name)}"
         yield _Change(f"constraints.{name}", words, work.cluster, work.job.model_copy(update={"constraints": others}))
+
+
+def _unconstrained(work: Workload) -> _Change:
+    """The job without all of its constraints, where to leave out one is not enough."""
+    fields = ", ".join(work.job.constraints)
+    return _Change("constraints", f"without {fields}", work.cluster, work.job.model_copy(update={"constraints": {}}))
 
 
 def _batches(work: Workload) -> Iterator[_Change]:

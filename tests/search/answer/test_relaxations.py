@@ -157,6 +157,12 @@ def test_the_constraint_that_forbids_recomputation_is_found() -> None:
     assert fits(model, machines, job(8))
 
 
+def test_constraints_that_only_together_can_be_left_out() -> None:
+    """Each of two constraints leaves no layout by itself: without both a plan fits, and the answer says so."""
+    found = remedies(heavy(), cluster(4), job(8, micro_batch_size=3, pipeline_parallel_degree=3))
+    assert found["constraints"].change == "without micro_batch_size, pipeline_parallel_degree"
+
+
 def test_the_headroom_is_found() -> None:
     """What the headroom keeps would be enough."""
     model = heavy()
