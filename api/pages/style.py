@@ -8,7 +8,7 @@ STYLE = """
 * { box-sizing: border-box; }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 0 auto 3rem; padding: 0 1rem; }
 header { border-bottom: 1px solid var(--line); padding: .8rem 0; }
-nav a { margin-right: 1.2rem; white-space: nowrap; }
+nav { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; } nav a { white-space: nowrap; }
 h1 { overflow-wrap: anywhere; }
 h2 { margin-top: 2.2rem; }
 .scroll { overflow-x: auto; }

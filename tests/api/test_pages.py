@@ -269,7 +269,7 @@ def test_old_plans_are_reached_from_the_start(
 def test_behind_a_proxy_all_links_hold(settings_of: SettingsOf, journal: Path) -> None:
     """Under a prefix that the proxy strips, every link, picture, form and Location leads back through the proxy."""
     with (
-        running(settings_of(root_path="/planner"), Instant(journal)) as live,
+        running(settings_of(root_path="/planner", allowed_hosts="inside.example"), Instant(journal)) as live,
         proxied(live.client, "/planner") as outside,
     ):
         answer = outside.post("/planner/v1/plans", json=plan_body(), headers={"Prefer": "wait=60"})
@@ -300,7 +300,7 @@ def test_commands_plan_by_a_service_behind_a_proxy(
 ) -> None:
     """`planner run --planner` follows the job's Location through the prefix to the plan."""
     monkeypatch.setattr("planner.cli.replan.WAIT_SECONDS", 0.0)
-    gate, settings = tmp_path / "gate", settings_of(root_path="/planner")
+    gate, settings = tmp_path / "gate", settings_of(root_path="/planner", allowed_hosts="inside.example")
     gate.touch()
     with running(settings, Gated(journal, gate)) as live, proxied(live.client, "/planner") as outside:
         plan = Plan.model_validate(live.plan(plan_body()).json())
