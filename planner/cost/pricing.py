@@ -305,10 +305,14 @@ class LayerPricing:
 
     def _measured(self, row: Measurement) -> _Spent:
         seconds = self._computation(row)
-        plain = seconds if row is self.plain else self._computation(self.plain)
-        forward, weight = ticks(plain.forward_seconds), ticks(seconds.backward_weight_seconds)
+        if row is self.plain:
+            forward = ticks(seconds.forward_seconds)
+            forward_exchange = self._exchange_ticks(row, "forward", forward)
+        else:
+            plain = self._spent(self.plain)
+            forward, forward_exchange = plain.forward, plain.with_exchange[0] - plain.forward
+        weight = ticks(seconds.backward_weight_seconds)
         backward, recompute = ticks(seconds.backward_input_seconds) + weight, ticks(seconds.recompute_seconds)
-        forward_exchange = self._exchange_ticks(self.plain, "forward", forward)
         replayed = forward_exchange if row.recompute == "full" else 0
         backward_exchange = self._exchange_ticks(row, "backward", backward) + replayed
         return _Spent(

@@ -16,6 +16,8 @@ tail of rank 0, a stage [i, j) on rank p is in no stage map that fits and takes 
     (N5)  a layer lies on one of the ranks whose windows hold it, and takes no less than the fastest of these: that
           tells W, P(i) and what lies behind, which narrow the windows again                        -> Filling._left()
     (N6)  a step takes longer than any T that leaves no windows                                     -> Filling.bound()
+    (N7)  without transfers, what (N1) counts under 1f1b is at most what it counts under gpipe, on a rank or as the mean
+          over it, M - u times, and the ranks behind: no windows of 1f1b, none of gpipe     -> loads._Bounding._open()
 
 (5a) and (5b) are those of `planner.search.stage_maps.paths`, (W4) that of `planner.search.stage_maps.windows`.
 """
@@ -46,7 +48,7 @@ _FIRST_STEP = 1.05
 """From what is known to the first T that is tried; where it leaves no windows, the next steps are longer."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class InOrder:
     """What the layers of a model take of the ranks of a column, one by one, [mode, device, layer]."""
 
@@ -56,12 +58,8 @@ class InOrder:
     ogp_bytes: Floats
     activation_bytes: Floats
     tail: Floats
-    once: Floats
-    """Forward, and forward and backward, in the mode in which it takes least, [2, device, layer]."""
     boundary_bytes: Floats
     """Behind every number of layers, from none to all, [device, layers]."""
-    rates: Floats
-    """Ticks of a micro-batch for a byte of it, at which modes are traded, [rate, device]."""
     devices: NDArray[np.intp]
     """Which of them every pipeline rank stands on."""
 
@@ -72,43 +70,42 @@ class InOrder:
 
     @classmethod
     def of(cls, loads: Sequence[RankLoad]) -> Self:
-        """The layers of loads that tell their places; ranks on devices that are alike share one."""
+        """The layers of loads that have them in order; ranks on devices that are alike share one."""
+        assert all(load.in_order for load in loads), "layers are filled in by their order"
         distinct = {id(load): load for load in loads}
         numbers = {key: number for number, key in enumerate(distinct)}
-        each = [_one_by_one(load) for load in distinct.values()]
-        most = max(len(rates) for *_, rates in each)
-        *tables, boundaries, rates = zip(*each, strict=True)
-        forward, backward, ogp, activations, tail, once = (np.stack(same, axis=1) for same in tables)
-        return cls(
-            forward=forward,
-            backward=backward,
-            ogp_bytes=ogp,
-            activation_bytes=activations,
-            tail=tail,
-            once=once,
-            boundary_bytes=np.stack(boundaries),
-            rates=np.stack([np.pad(one, (0, most - len(one))) for one in rates], axis=1),
-            devices=np.array([numbers[id(load)] for load in loads]),
-        )
+        each = [*zip(*map(_tables, distinct.values()), strict=True)]
+        forward, backward, ogp, activations, tail = (np.stack(same).transpose(2, 0, 1) for same in each[:-1])
+        boundaries = np.zeros((len(distinct), forward.shape[-1] + 1))
+        boundaries[:, 1:] = each[-1]
+        devices = np.array([numbers[id(load)] for load in loads])
+        return cls(forward, backward, ogp, activations, tail, boundaries, devices)
+
+    @cached_property
+    def once(self) -> Floats:
+        """Forward, and forward and backward, in the mode in which it takes least, [2, device, layer]."""
+        return np.stack([self.forward.min(axis=0), (self.forward + self.backward).min(axis=0)])
+
+    @cached_property
+    def rates(self) -> Floats:
+        """Ticks of a micro-batch for a byte of it, at which modes are traded, [rate, device]."""
+        each = [*map(_rates, self.backward.swapaxes(0, 1), self.activation_bytes.swapaxes(0, 1))]
+        most = max(map(len, each))
+        return np.stack([np.pad(one, (0, most - len(one))) for one in each], axis=1)
 
 
-def _one_by_one(load: RankLoad) -> list[Floats]:
-    """The tables of `InOrder`, of one device."""
-    assert load.places is not None, "layers are filled in by their places"
-    places, counts = load.places, np.bincount(load.places, minlength=len(load.forward))[:, None]
+def _tables(load: RankLoad) -> tuple[Floats, ...]:
+    """Those of `InOrder`, of one device, [layer, mode], and what goes on behind every layer."""
     tables = (load.forward, load.backward, load.ogp_bytes, load.activation_bytes, load.tail)
-    each = [np.broadcast_to(table, load.forward.shape) / counts for table in tables]
-    once = np.stack([each[0].min(axis=1), (each[0] + each[1]).min(axis=1)])[:, places]
-    boundaries = np.zeros(len(places)) if load.boundary_bytes is None else load.boundary_bytes
-    behind = np.concatenate([[0.0], boundaries])
-    return [*(table[places].T for table in each), once, behind, _rates(each[1], each[3])]
+    boundaries = np.zeros(len(load.forward)) if load.boundary_bytes is None else load.boundary_bytes
+    return (*(np.broadcast_to(table, load.forward.shape) for table in tables), boundaries)
 
 
 def _rates(backward: Floats, activations: Floats) -> Floats:
-    """A few of all, spread evenly over their order; of kinds of layers, [kind, mode]."""
-    cheapest = backward.argmin(axis=1)[:, None]
-    longer = backward - np.take_along_axis(backward, cheapest, axis=1)
-    freed = np.take_along_axis(activations, cheapest, axis=1) - activations
+    """A few of all, spread evenly over their order; of layers, [mode, layer]."""
+    cheapest = backward.argmin(axis=0)[None]
+    longer = backward - np.take_along_axis(backward, cheapest, axis=0)
+    freed = np.take_along_axis(activations, cheapest, axis=0) - activations
     is_trade = (freed > 0) & (longer > 0)
     rates = np.unique(longer[is_trade] / freed[is_trade])
     some: Floats = rates[np.linspace(0, len(rates) - 1, min(_RATES, len(rates))).astype(np.intp)]
@@ -172,15 +169,15 @@ class _Limits(NamedTuple):
 
 
 class _Counted(NamedTuple):
-    """What a limit counts on every rank."""
+    """What limits of (N1) count on every rank, [way, rank], and the prices that they are told at."""
 
-    way: int
-    """Place in `_Left`."""
+    ways: tuple[int, ...]
+    """Places in `_Left`."""
     forwards: Floats
     backwards: Floats
     tails: Floats
     prices: Floats
-    """Of a byte."""
+    """Of a byte, [way, price, rank]."""
 
 
 @dataclass(frozen=True)
@@ -331,40 +328,44 @@ class Filling:
             left.append(_Left(turned, turned - behind, ticks - down[nearest]))
         return left
 
-    def _counted(self, rates: Floats) -> list[_Counted]:
-        """What limits count by equations (N1) to (N3), at no price and at those of rates, [rate, rank]."""
+    def _counted(self, rates: Floats) -> _Counted:
+        """What limits count by equations (N1) and (N3), at no price and at those of rates, [rate, rank]."""
         ranks, count, units = self.ranks, self.micro_batches, np.array(self.in_flight, dtype=np.float64)
         ahead = np.minimum(count, ranks - np.arange(ranks))
-        free, ones, all_but_one = np.zeros(ranks), np.ones(ranks), np.full(ranks, count - 1.0)
+        ones, all_but_one = np.ones(ranks), np.full(ranks, count - 1.0)
         first = (np.arange(ranks) == 0).astype(np.float64)
         if self.is_gpipe:
             ways = [(_TURNED, all_but_one, all_but_one, first)]
         else:
             ways = [(_TURNED, count - ahead, all_but_one, first), (_RETURNED, count - ahead, count - ahead, first)]
         ways.append((_ALONE, all_but_one + 1, all_but_one + 1, ones))
-        prices = [free, *rates]
-        priced = [_Counted(*way, prices=price * way[2] / units) for way in ways for price in prices]
-        return [*priced, _Counted(_HELD, free, free, free, ones)]
+        places, forwards, backwards, tails = zip(*ways, strict=True)
+        every = np.concatenate([np.zeros((1, ranks)), rates])
+        prices = every * np.stack(backwards)[:, None] / units
+        return _Counted(places, np.stack(forwards), np.stack(backwards), np.stack(tails), prices)
 
     def _limits(self, windows: Windows, rates: Floats) -> list[_Limits]:
         """By rank within windows, at no price and at those of rates, [rate, rank]."""
         counted, first = self._counted(rates), np.array(windows.least[:-1])
         width = int((np.array(windows.most[1:]) - first).max())
         edges = np.minimum(first[:, None] + np.arange(width + 1), self.layers.count)
-        forwards, backwards, tails, prices = (
-            np.stack(each)[:, None, :, None] for each in list(zip(*counted, strict=True))[1:]
-        )
         forward, backward, tail, held = self._taken(np.minimum(edges[:, :-1], self.layers.count - 1))
-        every = forwards * forward + backwards * backward + tails * tail + prices * held
-        sums = np.zeros((len(counted), *edges.shape))
-        np.cumsum(every.min(axis=1), axis=2, out=sums[:, :, 1:])
-        paid = prices[:, 0] * self.layers.boundary_bytes[self.layers.devices[:, None], edges]
+        forwards, backwards, tails = (each[:, None, :, None] for each in counted[1:4])
+        ticks = forwards * forward + backwards * backward + tails * tail
+        several, ranks = counted.prices.shape[1:]
+        prices = np.concatenate([counted.prices.reshape(-1, ranks), np.ones((1, ranks))])
+        sums = np.zeros((len(prices), *edges.shape))
+        for row, price in enumerate(prices[:-1]):
+            every = ticks[row // several] + price[:, None] * held
+            np.cumsum(every.min(axis=0), axis=1, out=sums[row, :, 1:])
+        np.cumsum(held.min(axis=0), axis=1, out=sums[-1, :, 1:])
+        paid = prices[:, :, None] * self.layers.boundary_bytes[self.layers.devices[:, None], edges]
         outgoing = np.array(self.in_flight) + RECEIVE_BUFFERS * (np.arange(self.ranks) < self.ranks - 1)
         stops = np.minimum.accumulate((sums + outgoing[:, None] * paid)[:, :, ::-1], axis=2)[:, :, ::-1]
         starts = np.maximum.accumulate(sums - RECEIVE_BUFFERS * paid, axis=2)
-        rooms = prices[:, 0, :, 0] * np.array(self.room_bytes) * (1 + ROUNDING)
+        rooms = prices * np.array(self.room_bytes) * (1 + ROUNDING)
         upto, before = (np.ascontiguousarray(table).reshape(-1).data for table in (stops, starts))
-        ways = [limit.way for limit in counted]
+        ways = [*(way for way in counted.ways for _ in range(several)), _HELD]
         found = []
         for p, (here, returns, own) in enumerate(zip(first.tolist(), self._returns, rooms.T.tolist(), strict=True)):
             rows = range(p * edges.shape[1], stops.size, edges.size)

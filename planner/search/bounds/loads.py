@@ -22,7 +22,7 @@ Columns are bounded one by one: a step ends with the slowest, whatever the other
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
 from operator import attrgetter
@@ -154,9 +154,9 @@ class _Bounding:
 
     def _open(self, family: Family, loads: Mapping[_Column, Sequence[RankLoad]]) -> dict[bool, list[Filling]]:
         """The columns under every schedule, is it gpipe, that may beat the limit: equation (U8)."""
-        asked = dict.fromkeys(order.schedule == "gpipe" for order in family.orders)
-        within = self.within or {is_gpipe: [None] * len(loads) for is_gpipe in asked}
+        asked = sorted({order.schedule == "gpipe" for order in family.orders})
         plain = {column: Filling.of(ranks, column[1], _least_in_flight(column)) for column, ranks in loads.items()}
+        within = self.within or dict.fromkeys(asked[:1], [None] * len(plain))
         found = {}
         for is_gpipe in (each for each in asked if each in within):
             columns: list[Filling] = []
@@ -168,6 +168,8 @@ class _Bounding:
                 columns.append(narrowed)
             else:
                 found[is_gpipe] = columns
+                if not self.within:
+                    within[True] = [each.within for each in columns]  # equation (N7)
         return found
 
     def _loads(
@@ -176,11 +178,11 @@ class _Bounding:
         """Of every pipeline rank of the columns; those alike are one."""
         places = {place for row, _ in self.columns for place in row}
         nearest = {place: _nearest_load(self.work.groups[place], family) for place in places}
-        keys = {
-            (row, share): [*zip(row, map(tuple, rates.get((row, share), [(0.0, 0.0)] * len(row))), strict=True)]
-            for row, share in self.columns
-        }
-        known = {key: nearest[key[0]].with_exchanges(*key[1]) for several in keys.values() for key in several}
+        if not rates:
+            return {column: [nearest[place] for place in column[0]] for column in self.columns}
+        keys = {column: [*zip(column[0], map(tuple, rates[column]), strict=True)] for column in self.columns}
+        distinct = {key for several in keys.values() for key in several}
+        known = {key: nearest[key[0]].with_exchanges(*key[1]) for key in distinct}
         return {column: [known[key] for key in several] for column, several in keys.items()}
 
 
@@ -201,7 +203,7 @@ _Column = tuple[tuple[int, ...], int]
 
 def _differ(loads: Mapping[_Column, Sequence[RankLoad]]) -> bool:
     """Is (U8) worth its time?"""
-    return next(iter(loads.values()))[0].differs
+    return next(iter(loads.values()))[0].in_order
 
 
 def _least_in_flight(column: _Column) -> list[int]:
@@ -278,22 +280,20 @@ def _whole_load(work: Workload, family: Family) -> tuple[RankLoad, list[Floats]]
     """Without states, and bytes of parameters, gradients and optimizer states apart, before they are shared out."""
     layers = nearest_costs(work, family.split)
     sharing = {work.order[name] for shared in work.profile.shared_parameters for name in shared.layers}
-    kinds = Counter((id(options), place in sharing) for place, options in enumerate(layers))
-    known = {id(options): tuple(options.values()) for options in layers}
-    numbers = {key: number for number, key in enumerate(kinds)}
-    places = [numbers[id(options), place in sharing] for place, options in enumerate(layers)]
-    over = _skipping_bytes(work, family)
-    outputs = [known[id(options)][0].output_bytes + more for options, more in zip(layers, over, strict=True)]
-    first = [None if shares else known[key][0] for key, shares in kinds]
-    counts = np.array(list(kinds.values()), dtype=np.float64)[:, None]
+    kinds = _kinds([(id(options), place in sharing) for place, options in enumerate(layers)])
+    modes = [tuple(layers[place].values()) for place, _ in kinds]
+    first = [None if place in sharing else options[0] for (place, _), options in zip(kinds, modes, strict=True)]
+    counts = np.array([count for _, count in kinds], dtype=np.float64)[:, None]
     elements = counts * np.array([[cost.parameters if cost else 0.0] for cost in first], dtype=np.float64)
     states = [
         counts * np.array([[getattr(cost, name) if cost else 0.0] for cost in first], dtype=np.float64)
         for name in ("parameters_bytes", "gradients_bytes", "optimizer_bytes")
     ]
     room = work.capacity_bytes - reserved_bytes(work) - int(work.constants.workspace_bytes)
-    load = _load([known[key] for key, _ in kinds], list(kinds.values()), [0.0] * len(kinds), room)
-    return _in_order(replace(load, elements=elements), places, outputs), states
+    over = _skipping_bytes(work, family)
+    outputs = [next(iter(options.values())).output_bytes + more for options, more in zip(layers, over, strict=True)]
+    load = _load(modes, kinds, [0.0] * len(kinds), room, outputs)
+    return replace(load, elements=elements), states
 
 
 def _skipping_bytes(work: Workload, family: Family) -> list[int]:
@@ -320,7 +320,7 @@ def priced_bound(costs: LayoutCosts, modes: Sequence[LayerModes], limit_ticks: i
         ranks, count, units = [loads[id(rank.layers)] for rank in column.ranks], column.micro_batches, warm_ups(column)
         moved = [column.transfers_behind(rank) for rank in range(len(ranks) - 1)]
         is_gpipe = costs.layout.schedule == "gpipe"
-        filling = Filling.of(ranks, count, units, is_gpipe=is_gpipe, transfers=moved) if ranks[0].differs else None
+        filling = Filling.of(ranks, count, units, is_gpipe=is_gpipe, transfers=moved) if ranks[0].in_order else None
         if filling and not filling.leaves(limit_ticks):
             return limit_ticks
         if filling:
@@ -333,28 +333,35 @@ def priced_bound(costs: LayoutCosts, modes: Sequence[LayerModes], limit_ticks: i
 def _priced_load(own: LayoutCosts, modes: Sequence[LayerModes], boundary_bytes: Sequence[int]) -> RankLoad:
     """Of a rank's device."""
     choices = modes_on(own, modes)
-    kinds = [choices[first] for first, _ in own.kinds]
+    kinds = _kinds(own.alike)
+    options = [choices[first] for first, _ in kinds]
     spared = sum((len(shared.layers) - 1) * shared.ogp_bytes for shared in own.shared)
-    ogp = [options[0].ogp_bytes for options in kinds]
-    load = _load(kinds, [count for _, count in own.kinds], ogp, room_bytes(own) + spared, has_tail=not own.shared)
-    numbers = {first: number for number, (first, _) in enumerate(own.kinds)}
-    return _in_order(load, [numbers[first] for first in own.alike], boundary_bytes)
+    ogp = [modes[0].ogp_bytes for modes in options]
+    return _load(options, kinds, ogp, room_bytes(own) + spared, boundary_bytes, has_tail=not own.shared)
 
 
-def _in_order(load: RankLoad, places: Sequence[int], boundary_bytes: Sequence[int]) -> RankLoad:
-    """With the kind of every layer, and what goes on behind it."""
-    bytes_ = np.array(boundary_bytes, dtype=np.float64)
-    return replace(load, places=np.array(places, dtype=np.intp), boundary_bytes=bytes_)
+def _kinds(alike: Sequence[Hashable]) -> list[tuple[int, int]]:
+    """First layers of those that are alike, and how many of each. Where most layers differ from all others, each is a
+    kind of its own: those that are alike can be spread nearly evenly, so that whole ones in order tell little more."""
+    counts = Counter(alike)
+    if len(alike) < 2 * len(counts):
+        return [(place, 1) for place in range(len(alike))]
+    return [(alike.index(key), count) for key, count in counts.items()]
 
 
 def _load(
-    kinds: Sequence[LayerModes], counts: Sequence[int], ogp: Sequence[float], room: int, *, has_tail: bool = False
+    kinds: Sequence[LayerModes],
+    counted: Sequence[tuple[int, int]],
+    ogp: Sequence[float],
+    room: int,
+    boundary_bytes: Sequence[int],
+    *,
+    has_tail: bool = False,
 ) -> RankLoad:
-    """Of kinds of layers, so many of each."""
+    """Of kinds of layers, so many of each, and what goes on behind every layer of the model."""
     most = max(map(len, kinds))
     padded = [(*options, *(options[-1:] * (most - len(options)))) for options in kinds]
-    each = np.array(counts, dtype=np.float64)[:, None]
-
+    each = np.array([count for _, count in counted], dtype=np.float64)[:, None]
     told = np.array([[*map(_TOLD, options)] for options in padded], dtype=np.float64).transpose(2, 0, 1)
     forward, backward, activations, reduction, optimizer = each * told
     return RankLoad(
@@ -364,6 +371,8 @@ def _load(
         ogp_bytes=each * np.array(ogp, dtype=np.float64)[:, None],
         activation_bytes=activations,
         room_bytes=room,
+        in_order=len(kinds) == len(boundary_bytes),
+        boundary_bytes=np.array(boundary_bytes, dtype=np.float64),
     )
 
 

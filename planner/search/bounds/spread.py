@@ -57,16 +57,10 @@ class RankLoad:
     """Parameters; None: what they take per element is part of the ticks."""
     tail: Floats | float = 0.0
     """Ticks of a step, after its last action."""
-    places: NDArray[np.intp] | None = None
-    """Kind of every layer of the model, in order."""
+    in_order: bool = False
+    """Is every layer of the model a kind of its own, in order?"""
     boundary_bytes: Floats | None = None
     """Of a micro-batch behind every layer of the model; None: not told."""
-
-    @property
-    def differs(self) -> bool:
-        """Do most layers differ from all others? Layers that are alike can be spread nearly evenly, so that whole ones
-        in their order tell little more."""
-        return self.places is not None and len(self.places) < 2 * len(self.forward)
 
     def with_exchanges(self, in_micro_batch: float, in_step: float) -> RankLoad:
         """With so many ticks more per element."""
