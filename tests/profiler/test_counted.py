@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -12,8 +14,14 @@ from torch import Tensor, nn
 from planner.errors import DocumentError, UnknownNameError
 from profiler import catalogue, counted
 from profiler.count import profile
-from profiler.models import load_model
+from profiler.models import ModelSource, load_model
 from profiler.networks.amoebanet import amoebanet_d
+
+
+@pytest.fixture(scope="module")
+def sources() -> Callable[[str], ModelSource]:
+    """Models of the catalogue by name, each loaded once: a source keeps how its parts are split once it was derived."""
+    return cache(load_model)
 
 
 @pytest.mark.parametrize(
@@ -40,10 +48,12 @@ from profiler.networks.amoebanet import amoebanet_d
         ("gnmt-8", 40, "fp32", (1,)),
     ],
 )
-def test_stored_counts_equal_a_fresh_count(name: str, sequence_length: int, dtype, degrees: tuple[int, ...]):
+def test_stored_counts_equal_a_fresh_count(
+    name: str, sequence_length: int, dtype, degrees: tuple[int, ...], sources: Callable[[str], ModelSource]
+):
     """The whole profile is the same document, evaluated or counted, for one sample and for three."""
     sizes = {"sequence_length": sequence_length, "micro_batch_sizes": (1, 3), "tensor_parallel_degrees": degrees}
-    source = load_model(name)
+    source = sources(name)
     splits = {"sequence_parallel": True, "expert_parallel_degrees": source.expert_parallel_degrees()}
     stored, fresh = counted.counted_profile(name, dtype=dtype, **sizes), profile(source, dtype=dtype, **sizes, **splits)
     is_same = stored == fresh  # pytest would explain two large documents for minutes
@@ -57,14 +67,14 @@ LIKE_A_SMALLER_ONE = {f"{family}-{size}" for family, sizes in _LARGER.items() fo
 
 
 @pytest.mark.parametrize("name", catalogue.names())
-def test_every_catalogue_model_is_counted(name: str):
+def test_every_catalogue_model_is_counted(name: str, sources: Callable[[str], ModelSource]):
     """All entries have stored counts of the same parameters, for all degrees by default."""
     entry = catalogue.entry(name)
     length = min(entry.longest_sequence or 512, 512) if entry.takes_tokens else 0  # 0: any length
     found = counted.counted_profile(name, sequence_length=length, micro_batch_sizes=(1, 2))
     shared = sum(each.parameters * (len(each.layers) - 1) for each in found.shared_parameters)
     assert sum(layer.parameters for layer in found.layers) - shared == entry.parameters
-    source = load_model(name)
+    source = sources(name)
     assert found.model_digest == source.digest
     degrees = {row.tensor_parallel_degree for row in found.layers[1].measurements}
     assert name in LIKE_A_SMALLER_ONE or degrees == set(source.tensor_parallel_degrees())
