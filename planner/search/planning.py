@@ -23,6 +23,7 @@ from planner.errors import LayoutError, MismatchError
 from planner.schedule import Requirement, Schedule, canonical_name, find, requirements
 from planner.search.answer.explain import (
     alternatives,
+    division_text,
     explanation,
     misses,
     predictions,
@@ -33,7 +34,7 @@ from planner.search.answer.explain import (
 )
 from planner.search.answer.nearest import unfit
 from planner.search.answer.pareto import front
-from planner.search.answer.relaxations import BRIEF_WORK, FULL_WORK, relaxations, remedies
+from planner.search.answer.relaxations import BRIEF_WORK, FULL_WORK, freely_divided, relaxations, remedies
 from planner.search.answer.rivals import rivals
 from planner.search.answer.sensitivity import sensitivity
 from planner.search.bounds.layout import BOUNDED
@@ -135,6 +136,8 @@ def _explained(answer: Plan, profile: ModelProfile, found: Found, limits: Limits
     if is_full:
         more["relaxations"] = gained = relaxations(found.candidates[0], limits)
         sentences += relaxations_text(gained)
+    else:
+        sentences += division_text(answer.request.job, freely_divided(found.candidates[0], limits))
     if options.pareto:
         points, is_whole = front(profile, answer.request.cluster, answer.request.job, limits)
         more["pareto"] = points

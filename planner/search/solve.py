@@ -30,7 +30,7 @@ from functools import lru_cache, partial
 
 from planner.cost import LayoutCosts, StageMap, Workload, choose, evaluate, layout_costs, schedule_of, stage_memory
 from planner.search.bounds.first_gradient import layout_first_gradients
-from planner.search.bounds.layout import Totals, any_order_bound, lower_bound, may_fit, warm_ups
+from planner.search.bounds.layout import BOUNDED, Totals, any_order_bound, lower_bound, may_fit, warm_ups
 from planner.search.bounds.least_work import LeastWork, by_layer
 from planner.search.bounds.loads import portions, priced_bound
 from planner.search.bounds.steady_state import holding, steady_ticks
@@ -425,8 +425,13 @@ def _simulated(costs: LayoutCosts, stage_map: StageMap) -> Candidate:
     return Candidate(costs, schedule, stage_map, evaluate(own, schedule, stages))
 
 
-def bounded(work: Workload, layout: Layout, wish: tuple[str, ...]) -> Open:
-    """One layout of a bounded schedule with its first lower bound."""
+def single(work: Workload, layout: Layout, wish: tuple[str, ...]) -> Open:
+    """One layout of the space by itself, where its schedule is bounded with a first lower bound; of no synthesized
+    order."""
     costs = layout_costs(work, layout)
-    modes = allowed_modes(costs, wish)
-    return Open(lower_bound(costs, Totals.of(costs, modes), warm_ups(costs)), (), Searched(costs, modes))
+    if layout.schedule in BOUNDED:
+        modes = choices(costs, wish)
+        return Open(lower_bound(costs, Totals.of(costs, modes), warm_ups(costs)), (), Searched(costs, modes))
+    if layout.recompute == "per-layer":
+        return Open(0, (), DealtPerLayer(costs, PerLayer.of(costs, allowed_modes(costs, wish))))
+    return Open(0, (), Dealt(costs, uniform(costs, uniform_modes(costs, layout.recompute))))

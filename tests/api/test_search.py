@@ -62,6 +62,19 @@ def test_a_prediction_of_the_plans_layout_is_the_plans(live: Live, recompute: st
     assert forecast.prediction == plan.prediction
 
 
+def test_a_division_that_the_job_fixes_is_the_plans(live: Live) -> None:
+    """Plan and prediction have the stages of the job's list; one of another model is refused with its field."""
+    wishes = {"pipeline_parallel_degree": 2, "layers_per_stage": [3, 1]}
+    plan = parse(Plan, live.plan(plan_body(job=job(constraints=wishes))).json())
+    assert [len(stage.layers) for stage in plan.stages] == [3, 1]
+    layout = plan.layout.model_dump()
+    answer = live.post("/v1/predictions", plan_body(job=job(constraints=wishes), layout=layout))
+    assert parse(Forecast, answer.json()).prediction == plan.prediction
+    refused = live.plan(plan_body(job=job(constraints={**wishes, "layers_per_stage": [3, 2]}))).json()
+    (error,) = refused["errors"]
+    assert (error["field"], "adds up to 5 layers" in error["message"]) == ("job.constraints.layers_per_stage", True)
+
+
 def test_an_impossible_layout_shows_its_factors(live: Live) -> None:
     """Degrees that do not multiply to the devices are 422, with every factor."""
     answer = live.post("/v1/predictions", plan_body(layout={"pipeline_parallel_degree": 3}))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from planner.cli.inputs import constraint, fix, read_cluster, read_layout
 from planner.errors import DocumentError, SpecError, UnknownNameError
-from planner.spec import DeviceSpec, Link, PredictionLayout
+from planner.spec import DeviceSpec, Job, Link, PredictionLayout, parse
 from planner.spec.job import Range, allows
 from tests.cli.support import tiny_job
 
@@ -63,6 +63,25 @@ def test_wrong_constraints_are_refused(text: str) -> None:
     with pytest.raises(SpecError) as caught:
         constraint(text)
     assert all(problem.field for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("text", "division"),
+    [("even", "even"), ("even-layers", "even-layers"), ("4,5,5,4", (4, 5, 5, 4)), ("[4, 5]", (4, 5)), ("18", (18,))],
+)
+def test_divisions_are_rules_or_lists(text: str, division: object) -> None:
+    """A list of one stage is a list, too; a job's document says the same."""
+    job = fix(tiny_job(), [f"layers_per_stage={text}"])
+    assert job.constraints == {"layers_per_stage": division}
+    assert parse(Job, job.model_dump(mode="json")) == job
+
+
+@pytest.mark.parametrize("text", ["uneven", "2..4", "4,0", "4,-5", "true", "null", "3,even"])
+def test_other_divisions_are_refused(text: str) -> None:
+    """With the field and what it can be."""
+    with pytest.raises(SpecError) as caught:
+        fix(tiny_job(), [f"layers_per_stage={text}"])
+    assert "layers_per_stage" in str(caught.value)
 
 
 def test_close_names_are_offered() -> None:

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from planner.cost import TICK_SECONDS, choose, evaluate, layout_costs, schedule_of, stage_memory, workload
 from planner.errors import LayoutError, UnsupportedError
 from planner.search import account, plan, predict
-from planner.search.solve import bounded
+from planner.search.solve import single
 from planner.spec import Cluster, Infeasible, Job, ModelProfile, Plan
 from planner.spec.layout import PredictionLayout
 from planner.spec.plan import Alternative, Breakdown, Sensitivity
 from planner.validate import check
 from tests.brute_force import PARTITIONED, Priced, facts, layouts, price, price_all
 from tests.builders import cluster, job, layer, profile, request, with_recompute
-from tests.search.test_brute_force import asked
+from tests.search.test_brute_force import asked, freely
 from tests.strategies import Instance, instances
 
 _BANDWIDTHS = (499979687.0, 4999999937.0, 99999999977.0)
@@ -113,7 +113,7 @@ def test_bounds_of_offloaded_layouts_are_admissible(case: tuple[Instance, list[P
     for layout, same in groupby(priced, key=lambda one: one.layout):
         fitting = [one.nanoseconds for one in same if fits(one, instance)]
         if layout.schedule in PARTITIONED and fitting:
-            assert bounded(work, layout, ("per-layer",)).bound_ticks <= min(fitting)
+            assert single(work, freely(layout), ("per-layer",)).bound_ticks <= min(fitting)
 
 
 @settings(max_examples=10)

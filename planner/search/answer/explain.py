@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from planner.cost import LayoutCosts, choose, predict_step
 from planner.search.answer.nearest import least_need
-from planner.search.answer.words import changes_text, degrees_text, seconds_text
+from planner.search.answer.words import changes_text, constraint_text, degrees_text, seconds_text
 from planner.search.bounds.layout import BOUNDED
 from planner.search.layouts.orders import recompute_wish
 from planner.search.result import Candidate, Found
 from planner.search.stage_maps.synthesized import order_gap
-from planner.spec.job import Job
+from planner.spec.job import DIVISION, Job
 from planner.spec.layout import Layout
 from planner.spec.plan import Alternative, Miss, Overtaking, Prediction, Relaxation, SearchReport, Sensitivity
 from planner.spec.words import counted, gibibytes
@@ -206,6 +206,14 @@ def relaxations_text(found: tuple[Relaxation, ...]) -> tuple[str, ...]:
         f"with {degrees_text(one.layout)}{'' if one.optimal else ' or better'}."
         for one in found
     )
+
+
+def division_text(job: Job, saved: float | None) -> tuple[str, ...]:
+    """What it costs that the job fixes how layers are divided, within the plan's own layout."""
+    if saved is None:
+        return ()
+    asked = constraint_text(job.constraints[DIVISION], DIVISION)
+    return (f"Without {DIVISION} = {asked} the same layout takes {100 * saved:.2g} % less time.",)
 
 
 def remedy_text(one: Relaxation) -> str:

@@ -4,6 +4,7 @@
           the global batch that is nearest and divides by the devices                          -> relaxations()
     (X2)  each is searched below the plan's step per sample alone, with a fixed amount of work; so most of what gains
           nothing is excluded by its bounds                                                    -> _searched()
+    (X4)  where the job fixes how layers are divided: the plan's own layout without that             -> freely_divided()
     (X3)  where nothing fits: the memory that the nearest misses lack, of devices and of hosts, no headroom, the job
           without one of its constraints, else without all, more nodes; each until one layout fits -> remedies()
 
@@ -23,15 +24,15 @@ from planner.search.answer.explain import with_recompute
 from planner.search.answer.nearest import least_need, unfit
 from planner.search.answer.words import constraint_text
 from planner.search.layouts.offloading import is_offloading_known
-from planner.search.layouts.orders import recompute_wish
+from planner.search.layouts.orders import SYNTHESIZED, recompute_wish
 from planner.search.layouts.space import space_of
 from planner.search.result import Callbacks, Candidate, Limits
-from planner.search.solve import advance, begin
+from planner.search.solve import advance, begin, single
 from planner.search.stage_maps.inside import NO_LIMIT
 from planner.search.state import State
 from planner.spec.cluster import Cluster
 from planner.spec.devices import find_device
-from planner.spec.job import CONSTRAINABLE, Job
+from planner.spec.job import CONSTRAINABLE, DIVISION, Job
 from planner.spec.plan import Miss, Options, Relaxation
 from planner.spec.profile import ModelProfile
 from planner.spec.words import counted, gibibytes
@@ -91,6 +92,33 @@ def relaxations(best: Candidate, limits: Limits) -> tuple[Relaxation, ...]:
                 by_memory = gain if is_memory else by_memory
                 found.append(_row(change, state, gain))
     return tuple(found)
+
+
+def freely_divided(best: Candidate, limits: Limits) -> float | None:
+    """Part of the step that the plan's own layout would save at least if the job did not fix its division: (X4).
+
+    Returns:
+        None: the job does not fix it, or no faster one was found with a fixed amount of work; of a synthesized order
+        none is looked for.
+    """
+    costs, work = best.costs, _undivided(best.costs.work)
+    if work is costs.work or costs.layout.schedule == SYNTHESIZED:
+        return None
+    calls = Callbacks(should_stop=_Counted(limits))
+    state = State(work, 1, limits.deadline, calls, ceiling=best.ticks)
+    state.push(single(work, costs.layout, state.wish))
+    while state.is_open and state.seconds_left() > 0:
+        advance(state)
+    return 1 - state.best.ticks / best.ticks if state.best else None
+
+
+def _undivided(work: Workload) -> Workload:
+    """Without the job's constraint on the division; the same, where it has none."""
+    others = {name: value for name, value in work.job.constraints.items() if name != DIVISION}
+    if len(others) == len(work.job.constraints):
+        return work
+    job = work.job.model_copy(update={"constraints": others})
+    return replace(work, job=job, groups=tuple(map(_undivided, work.groups)))
 
 
 def remedies(work: Workload, nearest: tuple[Miss, ...], limits: Limits) -> tuple[Relaxation, ...]:
