@@ -4,6 +4,7 @@ import json
 import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 
@@ -165,6 +166,22 @@ def test_chrome_trace_has_every_event_once() -> None:
     assert {event["tid"] for event in bars if event["cat"] != "transfer"} == {0}
     (last,) = (event for event in bars if event["pid"] == 2)
     assert (last["ts"], last["dur"], last["args"]) == (250000, 250000, {"stage": 0, "micro_batch": 0})
+
+
+def test_bars_of_one_thread_follow_each_other() -> None:
+    """As the format asks, also in whole nanoseconds: slow transfers overlap each other, and durations are no fractions
+    of powers of two."""
+    times = Durations.uniform(
+        4, forward=1e-3 / 3, backward_input=1e-3 / 7, backward_weight=1e-3 / 9, transfer=1e-3 / 0.7
+    )
+    made = simulate(build("1f1b", ranks=4, micro_batches=8), times)
+    bars = [event for event in chrome_trace([from_simulation(made)])["traceEvents"] if event["ph"] == "X"]
+    rows: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for bar in bars:
+        start, length = int(bar["ts"] * 1000), int(bar["dur"] * 1000)  # as Perfetto reads them
+        rows.setdefault((bar["pid"], bar["tid"]), []).append((start, start + length))
+    assert all(end <= start for row in rows.values() for (_, end), (start, _) in pairwise(sorted(row)))
+    assert {bar["tid"] for bar in bars if bar["cat"] == "transfer"} > {1, 2}
 
 
 def test_svg_draws_every_event_to_scale() -> None:
