@@ -30,6 +30,8 @@ from planner.spec.job import COMPUTE_TYPE
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 """Counted when a model is given instead of a profile."""
+_LISTED = ("layers_per_stage", "micro_batch_shares")
+"""Layout fields of several values."""
 LINK_FIELDS = ("intra_node", "inter_node")
 DOCUMENT_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 
@@ -208,5 +210,5 @@ def read_layout(words: list[str]) -> PredictionLayout:
     for name in names:
         if names.count(name) > 1:
             raise DocumentError("is given twice.", field=f"--layout {name}", mend="give it once.")
-    layout = {name: layers_of(value) if name == "layers_per_stage" else scalar(value) for name, value in pairs}
+    layout = {name: layers_of(value) if name in _LISTED else scalar(value) for name, value in pairs}
     return parse(PredictionLayout, layout, where="--layout")

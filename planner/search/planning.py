@@ -37,6 +37,7 @@ from planner.search.answer.pareto import front
 from planner.search.answer.relaxations import BRIEF_WORK, FULL_WORK, freely_divided, relaxations, remedies
 from planner.search.answer.rivals import rivals
 from planner.search.answer.sensitivity import sensitivity
+from planner.search.answer.words import degrees_text
 from planner.search.bounds.layout import BOUNDED
 from planner.search.contenders import Contest
 from planner.search.layouts.offloading import NOTHING
@@ -219,8 +220,7 @@ def _infeasible(work: Workload, space: Space, found: Found, limits: Limits) -> I
             host = gibibytes(work.host_capacity_bytes or 0, is_room=True)
             reason += f", or than the {host} that are a device's part of its node's memory"
     advice = [
-        f"nearest: pipeline rank {miss.pipeline_rank} of data {miss.layout.data_parallel_degree} x tensor "
-        f"{miss.layout.tensor_parallel_degree} x pipeline {miss.layout.pipeline_parallel_degree}, micro-batch "
+        f"nearest: pipeline rank {miss.pipeline_rank} of {degrees_text(miss.layout)}, micro-batch "
         f"{miss.layout.micro_batch_size}, needs {gibibytes(miss.needed_bytes)}"
         f"{' of its host' * (miss.memory == 'host')}, {gibibytes(miss.missing_bytes)} too much"
         for miss in nearest[:1]

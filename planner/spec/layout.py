@@ -14,6 +14,8 @@ ZeroStage = Literal[0, 1, 2, 3]
 RecomputeWord = Literal["none", "selective", "full", "per-layer"]
 RankOrder = Literal["tp-cp-dp-pp", "tp-cp-pp-dp"]
 """Axes of the device mesh, innermost first, as Megatron-LM writes them: neighbouring ranks differ in the first."""
+_MOST_TOLD = 16
+"""Shares that are written out in a message."""
 
 
 class Layout(Document):
@@ -104,9 +106,19 @@ class Layout(Document):
                 f"global_batch_size({global_batch_size}) does not divide by data_parallel_degree"
                 f"({self.data_parallel_degree}) * micro_batch_size({self.micro_batch_size}) = {per_round}.",
                 field="micro_batch_size",
-                mend=f"choose degrees whose product divides {global_batch_size}, or another global batch.",
+                mend=f"choose degrees whose product divides {global_batch_size}, or another global batch"
+                f"{self._shares_text(global_batch_size)}.",
             )
         return global_batch_size // per_round
+
+    def _shares_text(self, global_batch_size: int) -> str:
+        """Shares that the global batch does divide into, to choose; nothing where there are none, or too many."""
+        rounds, rest = divmod(global_batch_size, self.micro_batch_size)
+        even, more = divmod(rounds, self.data_parallel_degree)
+        if rest or not even or self.data_parallel_degree > _MOST_TOLD:
+            return ""
+        shares = [even + (rank < more) for rank in range(self.data_parallel_degree)]
+        return f", or give micro_batch_shares={','.join(map(str, shares))}"
 
     def _largest_share(self, global_batch_size: int, shares: tuple[int, ...]) -> int:
         wanted = global_batch_size / self.micro_batch_size

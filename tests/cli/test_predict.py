@@ -66,3 +66,13 @@ def test_a_batch_that_does_not_divide(planner: Command, question: list[str]) -> 
     ended = planner("predict", *question, "--layout", "data_parallel_degree=4", "micro_batch_size=3")
     assert ended.code == 2
     assert "global_batch_size(8)" in ended.err
+
+
+def test_a_batch_that_does_not_divide_has_shares(planner: Command, tmp_path: Path) -> None:
+    """The shares that the message tells are understood, as they are written."""
+    question = write_question(tmp_path, tiny_profile(), tiny_cluster(devices=3), tiny_job())
+    refused = planner("predict", *question, "--layout", "data_parallel_degree=3")
+    shares = refused.err.rsplit("or give ", 1)[1].strip().rstrip(".")
+    assert shares == "micro_batch_shares=3,3,2"
+    ended = planner("predict", *question, "--layout", "data_parallel_degree=3", shares, "--json")
+    assert parse(Forecast, ended.json).layout.micro_batch_shares == (3, 3, 2)

@@ -276,5 +276,5 @@ def _grown(work: Workload, more: int) -> _Change:
     group = work.cluster.node_groups[0]
     nodes = group.model_copy(update={"nodes": group.nodes + more})
     cluster = work.cluster.model_copy(update={"node_groups": (nodes, *work.cluster.node_groups[1:])})
-    where = f" in {group.name}" if work.groups and group.name else ""
+    where = f" in node group {group.name}" if work.groups and group.name else ""
     return _Change("devices", f"{counted(more * group.devices_per_node, 'device')} more{where}", cluster, work.job)
