@@ -9,19 +9,37 @@ import pytest
 from planner.cli.links import links_text
 from planner.spec import Link, LinkFit, LinkMeasurement, Links, parse, read
 from profiler.links import LinkOptions
+from profiler.links_measure import OPERATIONS
 from tests.cli.support import Command
 
 
 @pytest.mark.torchrun
-def test_two_local_ranks(planner: Command, tmp_path: Path) -> None:
-    """Two ranks measure every operation at every size; the file holds what a cluster document takes."""
+def test_three_ranks_measure_every_operation(planner: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three gloo ranks give rows and one fit for every operation, and a usable link: pairs leave a remainder, and sizes
+    are rounded down to whole elements for each of three ranks. Neither a collective beside the compute nor shared cores
+    make it faster. The file holds what a cluster document takes."""
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr("planner.cli.links.Progress.update", lambda self, done, total, text: seen.append((done, total)))
     path = tmp_path / "links.json"
-    ended = planner("links", "--ranks", "2", "--sizes", "1024,4096", "--repeats", "1", "-o", path)
+    ended = planner("links", "--ranks", "3", "--sizes", "4096,1024", "--repeats", "2", "-o", path)
+    assert ended.code == 0, ended.err
     link = read(Link, path)
-    assert ended.code == 0
     assert "all-reduce" in ended.out
-    assert {row.bytes for row in link.measurements} == {1024, 4096}
-    assert {row.ranks for row in link.measurements} == {2}
+    rows = {(row.operation, row.bytes, row.ranks, row.nodes) for row in link.measurements}
+    assert rows >= {(name, size, 2, 1) for name in OPERATIONS for size in (1024, 4096)}
+    assert rows >= {("all_gather", 1020, 3, 1), ("all_gather", 4092, 3, 1)}
+    assert {row.bytes for row in link.measurements} <= {1020, 1024, 4092, 4096}
+    assert {row.ranks for row in link.measurements} == {2, 3}
+    assert not [row for row in link.measurements if (row.operation, row.ranks) == ("point_to_point", 3)]
+    assert all(row.relative_spread is not None for row in link.measurements)
+    assert [fit.operation for fit in link.fits] == list(OPERATIONS)
+    assert link.bandwidth_bytes_per_second > 0
+    assert [done for done, _ in seen] == list(range(len(seen)))
+    assert {total for _, total in seen} == {len(seen) - 1}
+    assert link.overlap_slowdown is not None
+    assert link.overlap_slowdown >= 1
+    assert link.pipeline_slowdown is not None
+    assert link.pipeline_slowdown >= 1
 
 
 def test_one_rank_is_no_link(planner: Command) -> None:

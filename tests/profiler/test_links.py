@@ -21,33 +21,6 @@ from tests.ports import free_port
 
 
 @pytest.mark.torchrun
-def test_three_ranks_measure_every_operation() -> None:
-    """Three gloo ranks give rows and one fit for every operation, and a usable link: pairs leave a remainder, and sizes
-    are rounded down to whole elements for each of three ranks. Neither a collective beside the compute nor shared cores
-    make it faster."""
-    seen: list[tuple[int, int]] = []
-    options = LinkOptions(sizes=(4096, 1024), repeats=2)
-    links = launch_links(3, options, timeout_seconds=300, progress=lambda done, total, _: seen.append((done, total)))
-    link = links.intra_node
-    assert link is not None
-    assert links.inter_node is None
-    rows = {(row.operation, row.bytes, row.ranks, row.nodes) for row in link.measurements}
-    assert rows >= {(name, size, 2, 1) for name in OPERATIONS for size in (1024, 4096)}
-    assert rows >= {("all_gather", 1020, 3, 1), ("all_gather", 4092, 3, 1)}
-    assert {row.bytes for row in link.measurements} <= {1020, 1024, 4092, 4096}
-    assert not [row for row in link.measurements if (row.operation, row.ranks) == ("point_to_point", 3)]
-    assert all(row.relative_spread is not None for row in link.measurements)
-    assert [fit.operation for fit in link.fits] == list(OPERATIONS)
-    assert link.bandwidth_bytes_per_second > 0
-    assert [done for done, _ in seen] == list(range(len(seen)))
-    assert {total for _, total in seen} == {len(seen) - 1}
-    assert link.overlap_slowdown is not None
-    assert link.overlap_slowdown >= 1
-    assert link.pipeline_slowdown is not None
-    assert link.pipeline_slowdown >= 1
-
-
-@pytest.mark.torchrun
 def test_two_agents_are_two_nodes(tmp_path: Path) -> None:
     """Two torchrun agents of two ranks each measure both levels: pairs inside, pairs across, and both nodes whole. With
     no time at all, the two smallest sizes are measured all the same, because a fit needs them, and no other."""
