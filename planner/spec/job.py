@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self, get_args
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from planner.spec.document import Document
 
@@ -87,7 +87,7 @@ class Job(Document):
     precision: Precision = "bf16-mixed"
     optimizer: OptimizerName = "adamw"
     memory_headroom: Annotated[float, Field(ge=0)] = 0.05
-    """Left free on every device: a fraction when below 1, bytes otherwise."""
+    """Left free on every device: a fraction when below 1, bytes otherwise; 1 to 100 is refused, as it is neither."""
     objective: Objective = "step_time"
     """What the plan is best in: the fastest step on all devices, the least price of a token, or the fewest devices that
     meet the deadline. The last two may use a part of the cluster: whole nodes, or some devices of one node."""
@@ -97,6 +97,16 @@ class Job(Document):
         default_factory=dict, json_schema_extra={"properties": {DIVISION: _DIVISION_SCHEMA}}
     )
     """Any layout field fixed, bounded or listed, and how layers are divided into stages."""
+
+    @field_validator("memory_headroom")
+    @classmethod
+    def _headroom_is_no_percentage(cls, given: float) -> float:
+        if 1 <= given <= 100:
+            raise ValueError(
+                f"neither a fraction below 1 nor bytes that matter; {given:g} % is {given / 100:g}, "
+                f"{given:g} GiB are {int(given * 2**30)}"
+            )
+        return given
 
     @model_validator(mode="after")
     def _deadline_has_a_use(self) -> Self:

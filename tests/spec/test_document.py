@@ -64,6 +64,14 @@ def test_a_value_of_no_type_of_a_choice_is_told_once(value: Any, said: str) -> N
     assert said in " ".join(found)
 
 
+@pytest.mark.parametrize("headroom", [1, 5, 100])
+def test_a_headroom_in_per_cent_is_no_bytes(headroom: float) -> None:
+    """5 for 5 % was taken for 5 bytes: no headroom at all."""
+    [found] = mistakes(Job, {"global_batch_size": 8, "memory_headroom": headroom})
+    assert found[0] == "memory_headroom"
+    assert f"{headroom} % is {headroom / 100:g}" in found[1]
+
+
 def test_every_mistake_is_told() -> None:
     """Two mistakes are two problems."""
     assert {field for field, _, _ in mistakes(Job, {"sequence_length": -1})} == {"global_batch_size", "sequence_length"}
