@@ -97,7 +97,7 @@ def test_layers_of_every_stage(names: list[str], wish: Constraint, stages: int, 
     assert isinstance(wish, tuple) or not uneven(names, str(wish), sizes)
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(st.data())
 def test_plan_is_the_optimum_of_what_is_left(data: st.DataObject) -> None:
     """The least time of all stage maps that obey the division, in all schedules, and as `predict` prices its own."""
@@ -122,7 +122,7 @@ def test_plan_is_the_optimum_of_what_is_left(data: st.DataObject) -> None:
     assert told.prediction.step_seconds == pytest.approx(found.prediction.step_seconds)
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(cases(), st.data())
 def test_plan_on_node_groups_is_the_optimum_of_what_is_left(case: Case, data: st.DataObject) -> None:
     """The same where ranks differ."""
