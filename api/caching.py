@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 from fastapi import Request, Response
 
@@ -10,6 +11,8 @@ from api.errors import PreconditionError
 
 FOREVER = "public, max-age=31536000, immutable"
 REVALIDATE = "no-cache"
+NOT_MODIFIED: dict[int | str, dict[str, Any]] = {304: {"description": "You have it already."}}
+"""For operations that are `cacheable`, in the OpenAPI document."""
 
 
 def cacheable(request: Request, content: str, *, media_type: str, cache_control: str, location: str = "") -> Response:

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import HTMLResponse
 
-from api.links import root_of
+from api.links import path_within, root_of
 from api.pages.style import STYLE
 
 HEADERS = {
@@ -87,7 +87,7 @@ def section(title: str, *content: Node) -> Element:
 
 
 def table(caption: str, head: Iterable[str], rows: Iterable[Iterable[Node]], *, numbers: Iterable[int] = ()) -> Element:
-    """A table that scrolls by itself on narrow screens; the first cell of a row is its header.
+    """A table, the first cell of a row its header; if narrow, it scrolls, or stacks its cells where some are long.
 
     Args:
         caption: what the table shows, for those who hear it.
@@ -101,24 +101,39 @@ def table(caption: str, head: Iterable[str], rows: Iterable[Iterable[Node]], *, 
         is_long = isinstance(content, str) and len(content) > LONG_TEXT
         return tag(name, content, class_="number" if column in right else "long" if is_long else None, **attributes)
 
-    head_cells = [cell("th", column, content, scope="col") for column, content in enumerate(head)]
+    heads, cells = tuple(head), [tuple(row) for row in rows]
+    is_wordy = any(isinstance(content, str) and len(content) > LONG_TEXT for row in cells for content in row)
+    head_cells = [cell("th", column, content, scope="col") for column, content in enumerate(heads)]
     body = [
         tag(
             "tr",
             *(
-                cell("td", column, content) if column else cell("th", column, content, scope="row")
+                cell("td", column, content, data_head=heads[column])
+                if column
+                else cell("th", column, content, scope="row")
                 for column, content in enumerate(row)
             ),
         )
-        for row in rows
+        for row in cells
     ]
-    whole = tag("table", tag("caption", caption), tag("thead", tag("tr", *head_cells)), tag("tbody", *body))
+    whole = tag(
+        "table",
+        tag("caption", caption),
+        tag("thead", tag("tr", *head_cells)),
+        tag("tbody", *body),
+        class_="wordy" if is_wordy else None,
+    )
     return tag("div", whole, class_="scroll", role="region", aria_label=caption, tabindex="0")
 
 
 def pairs(rows: Iterable[tuple[Node, Node]]) -> Element:
     """Names and what they stand for."""
     return tag("dl", *(part for name, value in rows for part in (tag("dt", name), tag("dd", value))))
+
+
+def moment(text: str) -> Element:
+    """``2026-11-23T16:28:25.486Z`` -> 2026-11-23 16:28:25 UTC; programs find the whole in the element."""
+    return tag("time", f"{text[:19].replace('T', ' ')} UTC", datetime=text)
 
 
 def bullets(items: Iterable[Node]) -> Element:
@@ -145,7 +160,11 @@ def page(
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         *([tag("meta", http_equiv="refresh", content=refresh_seconds)] if refresh_seconds is not None else []),
     ]
-    menu = tag("header", tag("nav", *(link(address, words) for address, words in MENU), aria_label="Service"))
+    here = path_within(request.scope)
+    places = [
+        tag("a", words, href=address, aria_current="page" if address == here else None) for address, words in MENU
+    ]
+    menu = tag("header", tag("nav", *places, aria_label="Service"))
     body = tag("body", menu, tag("main", tag("h1", title), *content))
     root = root_of(request.scope)
     text = f"<!doctype html><html lang='en'><head>{render(head, root)}<style>{STYLE}</style></head>{render(body, root)}"

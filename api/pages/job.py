@@ -10,7 +10,7 @@ from fastapi.responses import HTMLResponse, RedirectResponse, Response
 from api.dependencies import JobDependency, ServicesDependency
 from api.documents import FINISHED, JobView
 from api.jobs import view_of
-from api.pages.html import Node, link, page, pairs, section, tag
+from api.pages.html import Node, link, moment, page, pairs, section, tag
 from api.pages.problem import problem_text
 from api.store import JobRow
 from planner.spec import PlanRequest
@@ -70,6 +70,6 @@ def _facts(view: JobView) -> Iterator[tuple[Node, Node]]:
         yield "No plan is faster than", seconds(view.bound)
     if view.gap is not None:
         yield "Gap", percent(view.gap)
-    for words, moment in (("Asked for", view.created_at), ("Begun", view.started_at), ("Ended", view.finished_at)):
-        if moment is not None:
-            yield words, moment
+    for words, text in (("Asked for", view.created_at), ("Begun", view.started_at), ("Ended", view.finished_at)):
+        if text is not None:
+            yield words, moment(text)

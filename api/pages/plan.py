@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
 from api.dependencies import ResultDependency, Services, ServicesDependency, StoredResult
-from api.pages.html import Element, Node, bullets, link, page, pairs, section, tag
+from api.pages.html import Element, Node, bullets, link, moment, page, pairs, section, tag
 from api.pages.plan_files import files
 from api.pages.plan_prediction import memory, time
 from api.pages.plan_runs import runs
@@ -69,7 +69,7 @@ def _facts(plan: Plan, row: PlanRow) -> Iterator[tuple[Node, Node]]:
     yield "Proof", proof(plan.search)
     yield "Devices", f"{len(plan.placement)} of {row.devices}"
     yield "Plan", tag("code", plan.id)
-    yield "Made", row.created_at
+    yield "Made", moment(row.created_at)
 
 
 def _infeasible(result: StoredResult) -> Iterator[Node]:
@@ -84,7 +84,7 @@ def _infeasible(result: StoredResult) -> Iterator[Node]:
     if not result.row.final:
         yield tag("p", "Time ran out before all layouts were seen: there may be a plan. Ask again with more of it.")
     name = result.row.id
-    yield pairs([("Result", tag("code", name)), ("Made", result.row.created_at)])
+    yield pairs([("Result", tag("code", name)), ("Made", moment(result.row.created_at))])
     yield tag("p", link("/plan", "Ask for another"), " · ", link(f"/v1/plans/{name}", "as JSON"))
 
 

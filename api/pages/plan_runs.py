@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from api.pages.html import Element, Node, link, table, tag
+from api.pages.html import Element, Node, link, moment, table, tag
 from api.store import MeasurementRow
 from planner.spec import MeasuredRun, Plan
 from planner.spec.units import gibibytes, percent, scaled, seconds
@@ -35,4 +35,4 @@ def _run(plan: Plan, row: MeasurementRow) -> Iterator[Node]:
     yield percent(run.median_step_seconds / plan.prediction.step_seconds - 1)
     yield scaled(run.tokens_per_second, "/s")
     yield "unknown" if peak is None else gibibytes(peak)
-    yield from (str(run.steps), run.devices, row.created_at)
+    yield from (str(run.steps), run.devices, moment(row.created_at))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,14 +28,14 @@ def show_reference(request: Request) -> HTMLResponse:
     ]
     schemas = document["components"]["schemas"]
     overview = [
-        (tag("code", method), link(f"#{operation['operationId']}", path), operation["summary"])
+        (link(f"#{operation['operationId']}", tag("code", f"{method} {path}")), _first_sentence(operation))
         for method, path, operation in operations
     ]
     return page(
         request,
         "HTTP",
         tag("p", "For programs: ", link("/openapi.json", "OpenAPI"), ", of which client libraries can be generated."),
-        table("Requests", ("Method", "Path", "What"), overview),
+        table("Requests", ("Request", "What"), overview),
         section("Requests", *(_operation(*each) for each in operations)),
         section("Documents", *(_schema(name, schema) for name, schema in sorted(schemas.items()))),
     )
@@ -64,7 +65,7 @@ def _body(operation: Described) -> Iterator[Node]:
 
 
 def _answers(operation: Described) -> Iterator[Node]:
-    for status, answer in operation["responses"].items():
+    for status, answer in sorted(operation["responses"].items()):  # default last
         kinds = [(" ", tag("code", kind), ": ", _kind(body.get("schema", {}))) for kind, body in _contents(answer)]
         yield "else" if status == "default" else status, ": ", answer["description"], *kinds
 
@@ -76,15 +77,25 @@ def _contents(answer: Described) -> list[tuple[str, Described]]:
 def _schema(name: str, schema: Described) -> Element:
     needed = frozenset(schema.get("required", ()))
     rows = [
-        (tag("code", field), _kind(about), "yes" if field in needed else "", about.get("description", ""))
+        (tag("code", field), _kind(about), "yes" if field in needed else "")
         for field, about in schema.get("properties", {}).items()
     ]
-    told: Node = table(f"Fields of {name}", ("Field", "Type", "Needed", "What"), rows) if rows else _kind(schema)
+    told: Node = table(f"Fields of {name}", ("Field", "Type", "Needed"), rows) if rows else _kind(schema)
     return tag("article", tag("h3", name), *_paragraphs(schema.get("description", "")), told, id=f"schema-{name}")
 
 
+def _first_sentence(operation: Described) -> Node:
+    return _marked(operation.get("description", "").partition(". ")[0].rstrip("."))
+
+
+def _marked(text: str) -> Node:
+    """What stands in backticks is code; as one line."""
+    parts = re.split("`+", " ".join(text.split()))
+    return [tag("code", part) if index % 2 else part for index, part in enumerate(parts)]
+
+
 def _paragraphs(text: str) -> list[Element]:
-    return [tag("p", " ".join(part.split())) for part in text.split("\n\n") if part.strip()]
+    return [tag("p", _marked(part)) for part in text.split("\n\n") if part.strip()]
 
 
 def _kind(schema: Described) -> Node:

@@ -13,7 +13,7 @@ from api.cursors import cursor_of, number_of
 from api.dependencies import Services, ServicesDependency
 from api.documents import JobView
 from api.jobs import view_of
-from api.pages.html import Element, Node, link, page, section, table, tag
+from api.pages.html import Element, Node, link, moment, page, section, table, tag
 from api.pages.job import subject
 from api.pages.timeline import timeline_picture
 from api.store import JobRow, PlanRow
@@ -67,7 +67,7 @@ def _under_way(parts: Services) -> Iterator[Element]:
 
 def _job(job: JobRow, view: JobView) -> tuple[Node, ...]:
     best = "none yet" if view.incumbent is None else seconds(view.incumbent)
-    return link(f"/jobs/{job.id}", subject(job)), job.status, best, job.created_at
+    return link(f"/jobs/{job.id}", subject(job)), job.status, best, moment(job.created_at)
 
 
 def _newest_picture(parts: Services, rows: list[PlanRow]) -> Iterator[Node]:
@@ -87,4 +87,4 @@ def _plans(rows: list[PlanRow]) -> Element:
 def _plan(row: PlanRow) -> tuple[Node, ...]:
     step = "no plan fits" if row.step_seconds is None else seconds(row.step_seconds)
     name = link(f"/plans/{row.id}", tag("code", row.id[:12]))
-    return name, row.model, str(row.devices), step, row.created_at
+    return name, row.model, str(row.devices), step, moment(row.created_at)

@@ -15,7 +15,8 @@ h2 { margin-top: 2.2rem; }
 table { border-collapse: collapse; min-width: 100%; }
 caption { text-align: left; padding: .3rem 0; opacity: .8; }
 th, td { text-align: left; vertical-align: top; padding: .35rem .9rem .35rem 0; border-bottom: 1px solid var(--line); }
-tbody th { font-weight: normal; }
+tbody th { font-weight: normal; } tbody th:not(.long) { white-space: nowrap; }
+nav a[aria-current] { font-weight: 600; text-decoration: none; color: inherit; }
 .long { min-width: 18rem; }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 figure { margin: 0; }
@@ -34,6 +35,15 @@ input, select, textarea { font: inherit; width: 100%; padding: .4rem; }
 button { font: inherit; padding: .5rem 1.2rem; }
 .hint { display: block; font-size: .9em; opacity: .8; }
 .wrong { color: var(--wrong); font-weight: 600; }
+@media (max-width: 40rem) {
+  .wordy, .wordy tbody, .wordy tr, .wordy th, .wordy td, .wordy caption { display: block; }
+  .wordy thead { display: none; }
+  .wordy tr { border-bottom: 1px solid var(--line); padding: .5rem 0; }
+  .wordy tbody th, .wordy td { border: 0; padding: .1rem 0; text-align: left; white-space: normal; min-width: 0; }
+  .wordy tbody th { font-weight: 600; }
+  .wordy td:empty { display: none; }
+  .wordy td::before { content: attr(data-head) ": "; opacity: .8; }
+}
 @media (max-width: 40rem) { dl { grid-template-columns: 1fr; } dd { margin-bottom: .6rem; } }
 @media print { header, form { display: none; } }
 """

@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 from fastapi import APIRouter, Request, Response
 
-from api.caching import REVALIDATE, cacheable
+from api.caching import NOT_MODIFIED, REVALIDATE, cacheable
 from api.dependencies import ResultDependency
 from api.errors import NotFoundError
 from planner.errors import UnknownNameError
@@ -35,7 +35,7 @@ _DOWNLOAD: dict[int | str, dict[str, Any]] = {
             },
         },
     },
-    304: {"description": "You have it already."},
+    **NOT_MODIFIED,
 }
 
 

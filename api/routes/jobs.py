@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from api.dependencies import JobDependency, LastEventDependency, RootDependency, ServicesDependency
@@ -37,7 +37,7 @@ async def get_job_events(
         )
 
 
-@router.delete("/{job_id}", status_code=204)
+@router.delete("/{job_id}", status_code=204, response_class=Response)
 async def cancel_job(job: JobDependency, parts: ServicesDependency) -> None:
     """Stop a solve and its process; harmless when it has ended. All clients that share the job lose it."""
     await parts.jobs.cancel(job.id)

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
-from api.caching import FOREVER, REVALIDATE, cacheable, check_if_match, tag_of
+from api.caching import FOREVER, NOT_MODIFIED, REVALIDATE, cacheable, check_if_match, tag_of
 from api.cursors import cursor_of, number_of
 from api.dependencies import (
     ClientDependency,
@@ -58,6 +58,7 @@ ACCEPTED: dict[int | str, dict[str, Any]] = {
         },
     }
 }
+PICTURE: dict[int | str, dict[str, Any]] = {200: {"content": {"image/svg+xml": {}}}, **NOT_MODIFIED}
 
 
 @router.post("", response_model=Plan | Infeasible, responses=ACCEPTED)
@@ -86,13 +87,13 @@ def list_plans(parts: ServicesDependency, root: RootDependency, asked: Annotated
     )
 
 
-@router.get("/{plan_id}", response_model=Plan | Infeasible, responses={304: {"description": "You have it already."}})
+@router.get("/{plan_id}", response_model=Plan | Infeasible, responses=NOT_MODIFIED)
 def get_plan(request: Request, result: ResultDependency) -> Response:
     """The plan, or why none fits."""
     return _answer(request, result, cache="hit")
 
 
-@router.delete("/{plan_id}", status_code=204)
+@router.delete("/{plan_id}", status_code=204, response_class=Response)
 def delete_plan(request: Request, result: ResultDependency, parts: ServicesDependency) -> None:
     """Delete a plan, its measured runs and its ended jobs; asked for again, it is solved again."""
     check_if_match(request, tag_of(result.document.encode()))
@@ -100,7 +101,7 @@ def delete_plan(request: Request, result: ResultDependency, parts: ServicesDepen
     logger.info("plan %s: deleted", result.row.id)
 
 
-@router.get("/{plan_id}/stage-map", response_model=StageMap)
+@router.get("/{plan_id}/stage-map", response_model=StageMap, responses=NOT_MODIFIED)
 def get_stage_map(request: Request, result: ResultDependency) -> Response:
     """Which layers stand on which ranks."""
     plan = result.plan()
@@ -114,7 +115,7 @@ def get_stage_map(request: Request, result: ResultDependency) -> Response:
     return cacheable(request, stage_map.model_dump_json(), media_type=JSON, cache_control=REVALIDATE)
 
 
-@router.get("/{plan_id}/timeline.json", response_class=JSONResponse)
+@router.get("/{plan_id}/timeline.json", response_class=JSONResponse, responses=NOT_MODIFIED)
 def get_timeline_json(request: Request, result: ResultDependency, parts: ServicesDependency) -> Response:
     """One predicted step as a Chrome trace, for ui.perfetto.dev or chrome://tracing."""
     from planner.schedule.timeline import chrome_trace
@@ -123,7 +124,7 @@ def get_timeline_json(request: Request, result: ResultDependency, parts: Service
     return cacheable(request, json.dumps(chrome_trace([timeline])), media_type=JSON, cache_control=REVALIDATE)
 
 
-@router.get("/{plan_id}/timeline.svg", response_class=Response, responses={200: {"content": {"image/svg+xml": {}}}})
+@router.get("/{plan_id}/timeline.svg", response_class=Response, responses=PICTURE)
 def get_timeline_svg(request: Request, result: ResultDependency, parts: ServicesDependency) -> Response:
     """One predicted step as a picture."""
     from planner.schedule.timeline import svg
@@ -132,7 +133,7 @@ def get_timeline_svg(request: Request, result: ResultDependency, parts: Services
     return cacheable(request, svg([timeline]), media_type="image/svg+xml", cache_control=REVALIDATE)
 
 
-@router.get("/{plan_id}/explanation", response_model=Explanation)
+@router.get("/{plan_id}/explanation", response_model=Explanation, responses=NOT_MODIFIED)
 def get_explanation(request: Request, result: ResultDependency) -> Response:
     """Why this plan won, how far it is proven, and what the next best ones would cost."""
     plan = result.plan()
@@ -174,7 +175,7 @@ def list_measurements(result: ResultDependency, parts: ServicesDependency, root:
     return MeasurementList(measurements=tuple(_measurement_view(row, result.row, root) for row in rows))
 
 
-@router.get("/{plan_id}/measurements/{measurement_id}", response_model=MeasuredRun)
+@router.get("/{plan_id}/measurements/{measurement_id}", response_model=MeasuredRun, responses=NOT_MODIFIED)
 def get_measurement(
     measurement_id: Annotated[int, Path(ge=1, le=LARGEST_INTEGER)],
     request: Request,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from api.caching import FOREVER, cacheable
+from api.caching import FOREVER, NOT_MODIFIED, cacheable
 from api.dependencies import RootDependency, ServicesDependency
 from api.documents import CatalogueProfile, ProfileCreate, ProfileSummary
 from api.profiles import ResolvedProfile
@@ -25,7 +25,7 @@ def create_profile(
     return _summary(resolved, root)
 
 
-@router.get("/{profile_id}", response_model=ModelProfile)
+@router.get("/{profile_id}", response_model=ModelProfile, responses=NOT_MODIFIED)
 def get_profile(profile_id: str, request: Request, parts: ServicesDependency) -> Response:
     """A stored profile."""
     document = parts.profiles.document(profile_id)

@@ -241,6 +241,18 @@ def test_orderly_stops_are_no_attempts(settings: Settings, journal: Path, tmp_pa
         until(lambda: live.get(f"/v1/jobs/{job_id}").json()["status"] == "succeeded")
 
 
+def test_the_description_knows_what_is_answered(live: Live, plan_id: str) -> None:
+    """What says If-None-Match in its description of answers is what has an ETag, and what has nothing has no type."""
+    paths = live.get("/openapi.json").json()["paths"]
+    for path, item in paths.items():
+        if path.startswith("/v1/plans/{plan_id}") and "{m" not in path and "{t" not in path and "get" in item:
+            tagged = "etag" in live.get(path.format(plan_id=plan_id)).headers
+            assert ("304" in item["get"]["responses"]) == tagged, path
+    job_id = live.plan(plan_body(job=job(global_batch_size=64)), wait=0).json()["id"]
+    gone = live.client.delete(f"/v1/jobs/{job_id}")
+    assert (gone.status_code, "content-type" in gone.headers) == (204, False)
+
+
 def test_the_page_of_the_interface(live: Live) -> None:
     """/docs has every operation and document of openapi.json, and asks no other site for anything."""
     page, document = live.get("/docs").text, live.get("/openapi.json").json()
