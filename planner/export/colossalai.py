@@ -46,6 +46,7 @@ def write(plan: Plan) -> Export:
     blocks = _COLOSSALAI.transformer(plan)
     _check_zero(plan)
     _check_sequence(plan)
+    _check_neighbours(plan)
     _check_experts(plan)
     _check_v(plan)
     arguments, warnings = _arguments(plan, blocks)
@@ -86,6 +87,22 @@ def _check_sequence(plan: Plan) -> None:
             "splits sequences over tensor-parallel ranks or over a group of their own, and the plan over both",
             field="layout.sequence_parallel",
             mend="plan with --fix sequence_parallel=false, or with --fix context_parallel_degree=1",
+        )
+
+
+def _check_neighbours(plan: Plan) -> None:
+    """Its mesh has the ranks of a split sequence inside of the tensor-parallel ones, where the plan has them outside:
+    the same on one node, and beyond it other links."""
+    layout = plan.layout
+    split = layout.tensor_parallel_degree * layout.context_parallel_degree
+    crosses = len({(row.rank // split, row.node) for row in plan.placement}) > len(plan.placement) // split
+    if crosses and layout.tensor_parallel_degree > 1 and layout.context_parallel_degree > 1:
+        refuse(
+            _COLOSSALAI.name,
+            f"has context-parallel ranks as neighbours, and spreads tensor-parallel ones over the nodes of {split} "
+            "ranks; the plan does not",
+            field="layout.context_parallel_degree",
+            mend="plan with --fix context_parallel_degree=1, or with --fix tensor_parallel_degree=1",
         )
 
 

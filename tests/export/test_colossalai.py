@@ -13,7 +13,7 @@ import pytest
 
 from planner.export import find
 from planner.spec import Plan
-from tests.export.plans import plan_of
+from tests.export.plans import groups, plan_of, planned
 from tests.export.texts import body, once, recomputing, refused, with_job
 
 
@@ -224,3 +224,11 @@ def test_zero_in_fp32_is_refused() -> None:
     """Its ZeRO optimizer takes half precision only; without ZeRO, fp32 is fine."""
     assert refused(with_job(plan_of("zero-1"), precision="fp32"), "colossalai") == "layout.zero_stage"
     assert refused(with_job(plan_of("one-device"), precision="fp32"), "colossalai") == ""
+
+
+@pytest.mark.parametrize(("nodes", "field"), [((1, 4), ""), ((2, 2), "layout.context_parallel_degree")])
+def test_tensor_ranks_are_not_spread_over_nodes(nodes: tuple[int, int], field: str) -> None:
+    """Colossal-AI numbers its mesh (dp, pp, tp, sp): ranks of a split sequence are neighbours, those of tensors not."""
+    cluster = groups((*nodes, "h100-sxm5-80gb"))
+    plan = planned("llama-3.2-1b", cluster, tensor_parallel_degree=2, context_parallel_degree=2)
+    assert refused(plan, "colossalai") == field
