@@ -68,6 +68,7 @@ def proof_line(search: SearchReport) -> str:
     if search.optimal:
         return f"{bold('optimal: proven')}, {_counts(search)}"
     bound = f"no plan is faster than {seconds(search.lower_bound_seconds)}, gap {percent(search.gap)}"
+    bound = bound if search.lower_bound_seconds else "no bound was found in time"
     return f"{bold('optimal: not proven')}, {bound}, {_counts(search)}"
 
 

@@ -198,6 +198,8 @@ def test_proof_line_tells_the_gap() -> None:
     assert "not proven" in proof_line(report)
     assert "900 ms" in proof_line(report)
     assert "10.0 %" in proof_line(report)
+    unbounded = report.model_copy(update={"lower_bound_seconds": 0.0, "gap": 1.0})
+    assert "not proven, no bound was found in time" in proof_line(unbounded)
     assert "optimal: proven, 9 layouts" in proof_line(report.model_copy(update={"optimal": True}))
 
 

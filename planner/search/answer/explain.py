@@ -160,11 +160,10 @@ def _proof_text(report: SearchReport, job: Job) -> str:
     best = {"step_time": "faster", "cost": "cheaper", "devices": "on fewer devices, or faster on as many"}[
         job.objective
     ]
-    proof = (
-        f"proven: no plan of the space is {best} under the cost model"
-        if report.optimal
-        else f"not proven: the bound is {seconds_text(report.lower_bound_seconds)}, {100 * report.gap:.2g} % below"
-    )
+    proof = f"proven: no plan of the space is {best} under the cost model"
+    if not report.optimal:
+        bound = f"the bound is {seconds_text(report.lower_bound_seconds)}, {100 * report.gap:.2g} % below"
+        proof = f"not proven: {bound if report.lower_bound_seconds else 'the search ended before it had a bound'}"
     left = report.layouts_considered - report.layouts_solved - report.layouts_pruned
     return (
         f"Of {counted(report.layouts_considered, 'layout')} {report.layouts_solved} "
