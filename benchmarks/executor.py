@@ -203,6 +203,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     if not 2 <= chosen.ranks <= max(available_cores(), 2):
         parser.error(f"{chosen.ranks} ranks on {available_cores()} cores: give 2 or more, and at most one per core")
+    if min(chosen.blocks, chosen.rounds, chosen.steps) < 1:
+        parser.error("--blocks, --rounds and --steps are at least 1")
     load = os.getloadavg()[0]
     found = plans(chosen.model, chosen.ranks, quick=chosen.quick)
     predicted = [{name: plan.prediction.step_seconds for name, plan in found.items()}]

@@ -194,7 +194,7 @@ def compare(plan: Plan, source: ModelSource, rounds: int, steps: int) -> dict[st
 
 
 def _ours(executor: Executor, turns: Turns) -> None:
-    measured = executor.train(1)
+    measured = executor.train(executor.trained + 1)
     turns.losses.setdefault("ours", measured.losses[0])
     turns.count("ours", measured.step_seconds[0])
 

@@ -72,9 +72,11 @@ def _memory(plan: Plan, measured: MeasuredRun) -> str:
     """A plan written by hand need not promise any."""
     rows = {row.pipeline_rank: row for row in plan.prediction.memory}
     promised = [(rank, rows.get(rank.pipeline)) for rank in measured.ranks]
-    found = _by_rank("peak", [(rank, row and row.peak_bytes, rank.peak_bytes) for rank, row in promised])
+    found = _by_rank(
+        "peak", [(rank, None if row is None else row.peak_bytes, rank.peak_bytes) for rank, row in promised]
+    )
     if any(rank.host_bytes for rank in measured.ranks):
-        on_host = [(rank, row and row.host_bytes, rank.host_bytes) for rank, row in promised]
+        on_host = [(rank, None if row is None else row.host_bytes, rank.host_bytes) for rank, row in promised]
         found += f"\n\n{_by_rank('on the host', on_host)}"
     return f"{found}\npredicted for the replica that has the least room" if plan.replicas_differ else found
 

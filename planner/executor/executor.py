@@ -59,6 +59,7 @@ class Executor:
         model: the model, or its reference (`profiler.models.load_model`).
         data, loss: see `planner.executor.train.data.load_dataset` and `planner.executor.train.loss.load_loss`.
         seed: of initial values, of dropout and of the order of samples.
+        learning_rate: a number, or a schedule: a function of the step, counted from 0 over all runs of the training.
         max_gradient_norm: clip the gradients' 2-norm, over the whole model.
         device: ``cpu`` or ``cuda``; None: CUDA when there is any.
         timeout_seconds: a rank that waits longer for another gives up, so that none hangs when one fails.
@@ -79,7 +80,7 @@ class Executor:
         data: str = "stdlib",
         loss: str | None = None,
         seed: int = 0,
-        learning_rate: float = DEFAULT_LEARNING_RATE,
+        learning_rate: float | Callable[[int], float] = DEFAULT_LEARNING_RATE,
         max_gradient_norm: float | None = None,
         device: str | None = None,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
@@ -114,7 +115,7 @@ class Executor:
                 self.mesh,
                 device=self.device,
                 seed=seed,
-                learning_rate=learning_rate,
+                learning_rate=learning_rate(0) if callable(learning_rate) else learning_rate,
                 loss=counted or load_loss(loss, self.source.input_kind),
                 fill=materialise if given is None else given.materialise,
             )
@@ -123,10 +124,18 @@ class Executor:
             remark(self.plan.request.job.precision, self.device),
             None if given is None else given.remark(self.source.blueprint),
         )
-        clip = max_gradient_norm
         self._trainer = Trainer(
-            self.plan, self.part, self.mesh, dataset, device=self.device, clip=clip, counted=counted
+            self.plan,
+            self.part,
+            self.mesh,
+            dataset,
+            device=self.device,
+            clip=max_gradient_norm,
+            counted=counted,
+            rate_of=learning_rate if callable(learning_rate) else None,
         )
+        self.trained = 0
+        """Steps so far, from the beginning of the training."""
 
     def train(
         self,
@@ -137,35 +146,45 @@ class Executor:
         checkpoints: CheckpointPolicy | None = None,
         asked_to_stop: Callable[[], bool] | None = None,
     ) -> MeasuredRun:
-        """Train up to this step and return what happened, the same on every rank.
+        """Train up to this step and return what happened, the same on every rank. Called again, it goes on.
 
         Args:
-            steps: to train in all, those before a checkpoint that this run goes on from among them.
+            steps: to train in all: those of earlier calls, and those before a checkpoint that this run goes on from,
+                are among them.
             metrics: file for one JSON line per step, written by rank 0.
             on_step: called on rank 0 after every step.
             checkpoints: where to keep them. With them, SIGTERM ends the run after the step at hand (`stopped`).
             asked_to_stop: asked at the end of every step, in place of SIGTERM: where it is told on one rank, all stop.
 
         Raises:
-            DocumentError: the checkpoint folder cannot be used, or its newest checkpoint is of a later step.
+            DocumentError: no step is left, the checkpoint folder cannot be used, or its newest checkpoint is of a later
+                step.
             FinishedError: its newest checkpoint is of the last step already.
             MismatchError: the checkpoint was trained otherwise.
             RunError: it is damaged; the loss is not a number any more; or memory ran out.
         """
         if steps < 1:
             raise DocumentError(f"cannot be {steps}.", field="steps", mend="give a whole number of at least 1.")
-        keeper, first = self._keeper(checkpoints), 0
+        first = self.trained
+        if first and steps <= first:
+            raise DocumentError(
+                f"cannot be {steps}: this executor has trained up to step {first} already.",
+                field="steps",
+                mend="give a larger number: steps count from the beginning of the training.",
+            )
+        keeper = self._keeper(checkpoints)
         if keeper is not None:
             now("while it took up the checkpoint")
-            first = keeper.resume()
-            if checkpoints is not None and first:
-                check_steps_left(checkpoints.directory, first, steps)
+            if checkpoints is not None and (resumed := keeper.resume()):
+                check_steps_left(checkpoints.directory, resumed, steps)
+                first = resumed
         reset_peak(self.device)
         with (
             _reporter(self.mesh.rank == 0, metrics, on_step, first) as report,
             nullcontext(asked_to_stop) if keeper is None or asked_to_stop is not None else StopRequest() as asked,
         ):
             records = self._trainer.train(steps, report, first=first, keeper=keeper, asked_to_stop=asked)
+        self.trained = first + len(records)
         peak = peak_bytes(self.device)
         mine = rank_of(self.part.module, self.part.optimizer, self.part.offload, self.mesh, peak_bytes=peak)
         measured = gather(self.plan, self.source.name, self.device, mine, records, first)

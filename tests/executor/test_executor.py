@@ -38,6 +38,12 @@ def gpt2(tmp_path: Path) -> ModelSource:
     return source_of("gpt2", tmp_path)
 
 
+def same_tokens(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same sample always."""
+    tokens = torch.arange(16).expand(stop - start, 16)
+    return tokens, tokens
+
+
 def _plan(source: ModelSource, **options: Any) -> Plan:
     return make_plan([layer.name for layer in source.cut().layers], **options)
 
@@ -51,6 +57,31 @@ def test_one_rank_is_gradient_accumulation(gpt2: ModelSource) -> None:
     assert measured.losses == pytest.approx(expected.losses, abs=1e-6)
     executor.close()
     assert not dist.is_initialized()
+
+
+def test_a_second_training_goes_on(gpt2: ModelSource) -> None:
+    """As in a script that evaluates between two of them: it read the first samples again, and counted from 0."""
+    plan = _plan(gpt2, micro_batches=1)
+    whole = Executor(plan, gpt2, device="cpu").train(3).losses
+    executor = Executor(plan, gpt2, device="cpu")
+    assert executor.train(1).losses == whole[:1]
+    following = executor.train(3)
+    assert (following.first_step, following.losses) == (1, whole[1:])
+    with pytest.raises(DocumentError, match="trained up to step 3 already"):
+        executor.train(3)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "muon"])
+def test_a_schedule_of_learning_rates(tmp_path: Path, optimizer: str) -> None:
+    """Every update has its step's rate: with none the loss of the same samples stays, others are as with a number."""
+    source = source_of("gpt2-still", tmp_path)
+    plan = _plan(source, micro_batches=1, optimizer=optimizer)
+    given: dict[str, Any] = {"device": "cpu", "data": f"{__name__}:same_tokens"}
+    losses = Executor(plan, source, learning_rate=(0.0, 0.01, 0.0, 0.0).__getitem__, **given).train(4).losses
+    constant = Executor(plan, source, learning_rate=0.01, **given).train(2).losses
+    assert losses[0] == losses[1] == constant[0]
+    assert losses[2] == losses[3] == pytest.approx(constant[1], abs=1e-3)
+    assert constant[0] - constant[1] > 1e-2
 
 
 def test_same_seed_same_numbers(gpt2: ModelSource) -> None:

@@ -294,8 +294,8 @@ def run_overflow() -> dict[str, Any]:
     spoiled = next(iter(executor.part.module.parameters()))
     hook = spoiled.register_hook(lambda gradient: torch.full_like(gradient, math.inf)) if dist.get_rank() == 0 else None
     scales = []
-    for _ in range(2):
-        executor.train(1)
+    for steps in (1, 2):
+        executor.train(steps)
         versions.append(_whole(executor.part.module))
         scales.append(_scales(executor))
         if hook is not None:

@@ -176,7 +176,8 @@ class _UserData:
                 raise DocumentError(
                     f"{call} returned {role} that are not a tensor of {stop - start} samples, but {_told(value)}.",
                     field="data",
-                    mend="return (inputs, targets), samples along dimension 0.",
+                    mend="return (inputs, targets), samples along dimension 0; of a dict its tensors: inputs as a "
+                    "tuple in the order in which the model takes them, targets joined into one.",
                 )
         for value, (kind, shape) in zip(inputs, self._samples, strict=True):
             self._check_sample(value, kind, shape, call)

@@ -142,6 +142,14 @@ class Part:
         self.parked = parked
         self._optimizer = optimizer
 
+    def set_learning_rate(self, rate: float) -> None:
+        """Of the updates to come."""
+        for group in self._optimizer.param_groups:
+            if isinstance(group["lr"], torch.Tensor):  # compiled updates read it
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
     def step(self, factor: float) -> None:
         """Apply the gradients, times a factor."""
         with self._states_at_hand():
@@ -288,6 +296,11 @@ class Optimizer:
             part.step(factor)
         if self.shards is not None:
             self.shards.publish()
+
+    def set_learning_rate(self, rate: float) -> None:
+        """Of the updates to come, for all parameters."""
+        for part in self._parts:
+            part.set_learning_rate(rate)
 
     def zero_gradients(self) -> None:
         """Set gradients to zero in place: they are views of buckets, which a new tensor would double."""

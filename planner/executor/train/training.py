@@ -54,6 +54,7 @@ class Trainer:
         device: torch.device,
         clip: float | None,
         counted: CountedTokens | None = None,
+        rate_of: Callable[[int], float] | None = None,
     ) -> None:
         self._plan = plan
         self._part = part
@@ -66,6 +67,7 @@ class Trainer:
         self._device = device
         self._clip = clip
         self._counted = counted
+        self._rate_of = rate_of
         self._dtype = COMPUTE_DTYPE[plan.request.job.precision]
         self._asked_to_stop: Callable[[], bool] = _never
         self._phase = ""
@@ -156,6 +158,8 @@ class Trainer:
         factor = self._gradient_factor()
         with self._part.recorder.span("optimizer"):
             with self._used.alone():
+                if self._rate_of is not None:
+                    self._part.optimizer.set_learning_rate(self._rate_of(step))
                 if factor is not None:
                     self._part.optimizer.step(factor)
             self._part.optimizer.zero_gradients()

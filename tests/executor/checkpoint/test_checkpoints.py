@@ -160,8 +160,8 @@ def test_a_stop_keeps_the_step_at_hand(gpt2: ModelSource, tmp_path: Path) -> Non
 def test_a_stop_in_the_last_step_stops_nothing(gpt2: ModelSource, tmp_path: Path) -> None:
     """All is trained; the run left as one that was stopped, and could not be resumed."""
     plan = make_plan([layer.name for layer in gpt2.cut().layers], micro_batches=1)
-    executor = Executor(plan, gpt2, device="cpu")
     for steps, stopped in ((2, True), (1, False)):
+        executor = Executor(plan, gpt2, device="cpu")
         policy = CheckpointPolicy(directory=tmp_path / str(steps))
         assert executor.train(steps, checkpoints=policy, asked_to_stop=lambda: True).steps == 1
         assert executor.stopped == stopped
