@@ -33,6 +33,7 @@ from profiler.models import load_model
 from profiler.recompute import recompute
 from tests.builders import GIGABYTE, cluster, job, layer, profile, request
 from tests.executor.plans import make_plan
+from tests.profiler.known_device import know_cpu
 
 
 def test_first_and_last_layer_of_a_sequential_are_kinds_of_their_own() -> None:
@@ -257,8 +258,9 @@ def scored_loss(output: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
     return (output[0] - targets).square().mean() + output[1]
 
 
-def test_outputs_without_classes() -> None:
+def test_outputs_without_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that returns a number per sample, or a loss of its own, could be neither profiled nor trained."""
+    know_cpu(monkeypatch)
     source = load_model(f"{__name__}:scored")
     layers = [each.name for each in source.cut().layers]
     sizes = {"micro_batch_sizes": (2,)}

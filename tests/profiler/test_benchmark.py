@@ -7,23 +7,15 @@ import json
 import pytest
 
 from benchmarks.profiler import Refused, Row, main, sources, table
-from planner.spec import DeviceSpec
-from profiler import measure
-from profiler.measure_device import DeviceSheet
+from tests.profiler.known_device import know_cpu
 
 
 @pytest.fixture
 def known_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device's data sheet is not measured: it has its own tests."""
-    spec = DeviceSpec(
-        id="cpu",
-        memory_bytes=1 << 30,
-        peak_flops_per_second={"fp32": 1e10},
-        memory_bandwidth_bytes_per_second=1e10,
-    )
+    figures = {"peak_flops_per_second": {"fp32": 1e10}, "memory_bandwidth_bytes_per_second": 1e10}
+    spec = know_cpu(monkeypatch, **figures)
     monkeypatch.setattr("benchmarks.profiler.device_spec", lambda device: spec)
-    monkeypatch.setattr(measure, "look_up_device", lambda place, _: DeviceSheet(place, "test", 1 << 30, None, None))
-    monkeypatch.setattr(measure, "measure_peaks", lambda *arguments: spec)
 
 
 @pytest.mark.usefixtures("known_device")

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from planner.errors import DocumentError, SpecError, UnsupportedError
-from planner.spec import DeviceSpec, ModelProfile, parse
+from planner.spec import ModelProfile, parse
 from profiler import count, measure
 from profiler.measure import profile
-from profiler.measure_device import DeviceSheet
 from profiler.measure_layer import LayerWorkload, OptimizerWorkload
 from profiler.measure_timing import Timing
 from profiler.models import ModelSource, load_model
+from tests.profiler.known_device import know_cpu
 
 SIZES = (1, 2)
 
@@ -60,9 +60,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> li
 
     Tests marked as torchrun are timed for real. The device's data sheet has its own tests.
     """
-    spec = DeviceSpec(id="cpu", memory_bytes=1 << 30)
-    monkeypatch.setattr(measure, "look_up_device", lambda place, _: DeviceSheet(place, "test", 1 << 30, None, None))
-    monkeypatch.setattr(measure, "measure_peaks", lambda *arguments: spec)
+    know_cpu(monkeypatch)
     monkeypatch.setattr(measure, "adam_8bit_seconds", lambda shapes: float(len(shapes)))
     seen: list[LayerWorkload | OptimizerWorkload] = []
     if request.node.get_closest_marker("torchrun") is not None:
