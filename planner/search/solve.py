@@ -330,11 +330,7 @@ def _dealt(state: State, one: Open, layout: Dealt) -> Iterator[Open]:
         state.bounds[one.order] = one
         return
     if layout.is_steady:
-        state.solved += 1
-        found = dealt_candidate(layout)
-        state.bounds[one.order] = replace(one, bound_ticks=found.ticks)
-        state.take(found)
-        return
+        return _take(state, one, dealt_candidate(layout))
     own = costs.of_replica
     stages = choose(own, layout.layers.stage_map(layout.sizes))
     if not all(row.fits for row in stage_memory(own, stages, holding(own))):
@@ -367,8 +363,15 @@ def _dealt_per_layer(state: State, one: Open, layout: DealtPerLayer) -> Iterator
             least = steady_ticks(costs, choose(costs, stage_map))
             yield Open(max(one.bound_ticks, least), one.order, replace(layout, stage_map=stage_map))
         return
+    _take(state, one, per_layer_candidate(layout))
+
+
+def _take(state: State, one: Open, found: Candidate) -> None:
+    """The only plan of a layout. Its memory was told by a shorter schedule, (E12): looked at again where it wins."""
     state.solved += 1
-    found = per_layer_candidate(layout)
+    if found.ticks < state.limit_ticks:
+        rows = stage_memory(own := found.costs.of_replica, choose(own, found.stage_map), found.schedule)
+        assert all(row.fits for row in rows), "what is shorter holds just as much"
     state.bounds[one.order] = replace(one, bound_ticks=found.ticks)
     state.take(found)
 
@@ -420,9 +423,8 @@ def per_layer_candidate(layout: DealtPerLayer) -> Candidate:
 
 def _simulated(costs: LayoutCosts, stage_map: StageMap) -> Candidate:
     own = costs.of_replica
-    schedule, stages = layout_schedule(own), choose(own, stage_map)
-    assert all(row.fits for row in stage_memory(own, stages, schedule)), "what is shorter holds just as much"
-    return Candidate(costs, schedule, stage_map, evaluate(own, schedule, stages))
+    schedule = layout_schedule(own)
+    return Candidate(costs, schedule, stage_map, evaluate(own, schedule, choose(own, stage_map)))
 
 
 def single(work: Workload, layout: Layout, wish: tuple[str, ...]) -> Open:
