@@ -21,10 +21,16 @@ MOST_MISTAKES = 200
 DocumentType = TypeVar("DocumentType", bound="Document")
 
 
+MOST_BYTES = 1 << 48
+"""256 TiB of one tensor or memory: beyond any machine, and thousands of them still add up within 64 bits."""
+
+
 class Document(BaseModel):
     """Base of every document: immutable, and an unknown field is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True, use_attribute_docstrings=True
+    )
 
     def canonical_json(self) -> str:
         """The document's one JSON text; see the function of this name."""

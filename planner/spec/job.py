@@ -44,6 +44,8 @@ CONSTRAINABLE = (
     "optimizer_offload",
 )
 """Layout fields."""
+MOST_SAMPLES = 10**9
+"""Of a global batch: hundreds of times the largest that anybody trained with."""
 DIVISION = "layers_per_stage"
 """The one constraint on stage maps: how many layers every stage has."""
 CONSTRAINTS = (*CONSTRAINABLE, DIVISION)
@@ -80,7 +82,7 @@ class Job(Document):
     """A training step of this size."""
 
     schema_version: Literal[1] = 1
-    global_batch_size: int = Field(ge=1)
+    global_batch_size: int = Field(ge=1, le=MOST_SAMPLES)
     """Samples per optimizer step, over all devices."""
     sequence_length: int = Field(default=0, ge=0)
     """Tokens per sample; 0 for models without a sequence."""

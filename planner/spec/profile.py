@@ -8,7 +8,7 @@ from typing import Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from planner.spec.cluster import DeviceSpec
-from planner.spec.document import Document, plain_json
+from planner.spec.document import MOST_BYTES, Document, plain_json
 
 DataType = Literal["fp32", "bf16", "fp16"]
 RecomputeMode = Literal["none", "selective", "full"]
@@ -89,11 +89,11 @@ class Measurement(Document):
     the bytes that it moves / those that AdamW moves."""
     adam_8bit_seconds: float | None = Field(default=None, ge=0, exclude_if=_is_none)
     """The same of 8-bit Adam, measured on CPUs, where its update is not compiled; None: priced by its bytes."""
-    activation_bytes: int = Field(ge=0)
+    activation_bytes: int = Field(ge=0, le=MOST_BYTES)
     """Kept from forward to backward: the layer's input where the layer keeps it, never its output, never parameters."""
-    output_bytes: int = Field(ge=0)
+    output_bytes: int = Field(ge=0, le=MOST_BYTES)
     """The tensor handed to the next layer."""
-    temporary_bytes: int = Field(ge=0)
+    temporary_bytes: int = Field(ge=0, le=MOST_BYTES)
     """Peak inside forward or backward above what is kept."""
     local_parameters: int | None = Field(default=None, ge=0)
     """Parameters (elements) of this rank's shard; None: parameters / tensor_parallel_degree, rounded up."""

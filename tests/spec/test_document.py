@@ -159,3 +159,17 @@ def test_profiles_keep_their_ids_without_a_reason_for_whole_sequences() -> None:
     told = plain.model_copy(update={"whole_sequences": "attends to later tokens"})
     assert '"whole_sequences":"attends to later tokens"' in told.canonical_json()
     assert digest(told) != digest(plain)
+
+
+def test_numbers_that_no_machine_has() -> None:
+    """Bytes and samples beyond all reason are refused by their field; they ended in an OverflowError."""
+    with pytest.raises(DocumentError, match="global_batch_size"):
+        parse(Job, {"global_batch_size": 10**100})
+    group = {"device": {"id": "mine", "memory_bytes": 10**30}, "nodes": 1, "devices_per_node": 8}
+    with pytest.raises(DocumentError, match="memory_bytes"):
+        parse(Cluster, {"node_groups": [group]})
+
+
+def test_fields_are_described() -> None:
+    """A field's docstring is its description in the JSON Schema, and so in openapi.json."""
+    assert "Samples per optimizer step" in Job.model_json_schema()["properties"]["global_batch_size"]["description"]
