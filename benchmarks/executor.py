@@ -4,7 +4,8 @@ All on this machine and in one run. Shared machines change their speed within se
 so our steps and the hand-written ones take turns, step by step, and the median of the pairs' ratios counts (the middle
 half of them stands beside it). The steps come in blocks, and the profile and the links that predictions are made from
 are measured anew before and after every block. A block's steps are held against the mean of the two, and the median of
-the blocks counts. ``--json`` prints one JSON object.
+the blocks counts. Reading samples is no part of our step's seconds, as the hand-written step has its samples ready.
+``--json`` prints one JSON object.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 from benchmarks.executor_model import LENGTH
 from planner.search import make_request, plan_layout
-from planner.spec import Cluster, Job, Link, ModelProfile, NodeGroup, Plan, PredictionLayout
+from planner.spec import Cluster, Infeasible, Job, Link, ModelProfile, NodeGroup, Plan, PredictionLayout
 from profiler.cores import available_cores
 from profiler.links import LinkOptions, launch_links
 from profiler.measure import TIME_BUDGET_SECONDS
@@ -120,7 +121,8 @@ def planned(profile: ModelProfile, link: Link, ranks: int, layout: PredictionLay
     group = NodeGroup(device=device, nodes=1, devices_per_node=ranks, intra_node=link)
     job = Job(global_batch_size=GLOBAL_BATCH_SIZE, sequence_length=LENGTH, precision="fp32", optimizer="adamw")
     found = plan_layout(make_request(profile, Cluster(node_groups=(group,)), job), profile, layout)
-    assert isinstance(found, Plan), "the benchmark's model fits any machine"
+    if isinstance(found, Infeasible):
+        raise SystemExit("error: this machine has no room for the model: " + "; ".join(found.reasons))
     return found
 
 
