@@ -76,7 +76,7 @@ class MeasuredRun(Document):
     """What it ran on."""
     steps: int = Field(ge=1)
     first_step: int = Field(default=0, ge=0)
-    """Above 0 when the run went on from a checkpoint, or by a second `train`: the steps before were trained by another run."""
+    """Above 0 when the run went on from a checkpoint, or by a second `train`: earlier steps were trained before."""
     losses: tuple[float, ...]
     reference_losses: tuple[float, ...] = ()
     """Of the same first steps in a single process, when the run was compared with one."""
