@@ -116,10 +116,10 @@ def options_of(verb: str) -> set[str]:
 def test_options_in_the_text_are_options(page: Path) -> None:
     """Every option that a sentence names is one of the command beside it, or of some command or benchmark."""
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").glob("*.py"))
-    known = {*re.findall(r'"(--[a-z-]+)"', sources), *(option for verb in VERBS for option in options_of(verb))}
+    known = {*re.findall(r'"(--[a-z][a-z0-9-]*)"', sources), *(option for verb in VERBS for option in options_of(verb))}
     for span in spans(page):
         verb = next((verb for verb in VERBS if span.startswith(f"planner {verb} ")), None)
-        named = {option for option in re.findall(r"(?<!\S)--[a-z-]+", span) if "python -m" not in span}
+        named = {option for option in re.findall(r"(?<!\S)--[a-z][a-z0-9-]*", span) if "python -m" not in span}
         assert named <= (options_of(verb) if verb else known | OPTIONS_OF_OTHERS), span
 
 

@@ -51,6 +51,23 @@ def positive_number(text: str) -> float:
     return value
 
 
+def number_from_0(text: str) -> float:
+    """A finite number of at least 0."""
+    hint = "give a plain number of at least 0, e.g. 0.1"
+    value = _number(text, hint)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is negative; {hint}")
+    return value
+
+
+def below_1(text: str) -> float:
+    """A number from 0 to below 1."""
+    value = _number(text, "give a plain number, e.g. 0.9")
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not from 0 to below 1; give e.g. 0.9")
+    return value
+
+
 def costs(text: str) -> tuple[float, ...]:
     """``10,40,30`` -> costs of layers, each finite and at least 0; whole numbers stay whole."""
     return tuple(_cost(part) for part in text.split(","))

@@ -11,6 +11,8 @@ from planner.cli.arguments import (
     add_json,
     add_option,
     add_output,
+    below_1,
+    number_from_0,
     positive_int,
     positive_number,
     positive_seconds,
@@ -25,11 +27,17 @@ from planner.cli.service import check_address, exchange
 from planner.errors import DocumentError, FinishedError, PlannerError, Problem, RunError
 from planner.executor.elastic.supervisor import DEFAULT_COOLDOWN_SECONDS, DEFAULT_RESTARTS, ElasticPolicy
 from planner.executor.settings import DEFAULT_GRACE_SECONDS, DEFAULT_KEEP
+from planner.executor.train.learning_rates import CONSTANT, SCHEDULES
 from planner.spec import MeasuredRun, Plan, read
 from planner.spec.units import percent
 
 WORKERS = ("output", "metrics")
 """Options that the ranks' own command takes too."""
+LEARNING = (
+    *("learning_rate", "learning_rate_schedule", "warmup_steps", "min_learning_rate", "decay_steps"),
+    *("weight_decay", "beta1", "beta2", "epsilon", "momentum"),
+)
+"""Settings of how parameters are updated."""
 LOCAL_ONLY = (*WORKERS, "reference_steps", "report", "elastic")
 """Options of the launcher here; on several nodes torchrun is started by the user."""
 ELASTIC_ONLY = ("planner", "restarts", "cooldown", "discover", "nodes")
@@ -46,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_option(parser, "--loss", str, metavar="F", help="package.module:callable (default: by what the model takes)")
     add_option(parser, "--seed", whole_number, default=0, metavar="S", help="of weights and data")
-    add_option(parser, "--learning-rate", positive_number, default=3e-4, metavar="R", help="of the job's optimizer")
+    _add_learning(parser)
     add_option(
         parser, "--max-gradient-norm", positive_number, metavar="X", help="clip the gradients' norm over the model to X"
     )
@@ -97,6 +105,28 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     _add_elastic(parser)
     add_json(parser, "print measured.json on stdout (on several nodes: the commands)")
+
+
+def _add_learning(parser: argparse.ArgumentParser) -> None:
+    """Of the job's optimizer; their names are those of the settings."""
+    add_option(parser, "--learning-rate", positive_number, default=3e-4, metavar="R", help="of the job's optimizer")
+    parser.add_argument(
+        "--learning-rate-schedule",
+        choices=SCHEDULES,
+        default=CONSTANT,
+        help=f"how it falls after the warm-up (default: {CONSTANT})",
+    )
+    for name, kind, default, letter, text in (
+        ("--warmup-steps", whole_number, 0, "N", "steps through which it rises from 0, counted over all runs"),
+        ("--min-learning-rate", number_from_0, 0.0, "X", "with linear or cosine: what it falls to"),
+        ("--decay-steps", positive_int, None, "N", "likewise: the step at which it gets there (default: --steps)"),
+        ("--weight-decay", number_from_0, None, "X", "of all parameters (default: torch's, as of those below)"),
+        ("--beta1", below_1, None, "X", "adam, adamw, adam-8bit, muon (of its AdamW)"),
+        ("--beta2", below_1, None, "X", "likewise"),
+        ("--epsilon", positive_number, None, "X", "likewise"),
+        ("--momentum", below_1, None, "X", "momentum, muon"),
+    ):
+        add_option(parser, name, kind, default=default, metavar=letter, help=text)
 
 
 def _add_elastic(parser: argparse.ArgumentParser) -> None:
@@ -244,7 +274,7 @@ def _train(plan: Plan, model: str, arguments: argparse.Namespace) -> MeasuredRun
 
 def _settings(model: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Fields of `planner.executor.settings.RunSettings`."""
-    names = ("steps", "data", "loss", "seed", "learning_rate", "max_gradient_norm", "device", "weights")
+    names = ("steps", "data", "loss", "seed", "max_gradient_norm", "device", "weights", *LEARNING)
     kept = ("deterministic", "checkpoint_dir", "checkpoint_every", "keep", "resume")
     given = {name: getattr(arguments, name) for name in (*names, *kept)}
     return {"model": model, "timeout_seconds": arguments.timeout, "grace_seconds": arguments.grace, **given}

@@ -109,7 +109,7 @@ def train_nodes(
     cluster = plan.request.cluster
     asks_device = arguments.group is None and len(kinds(cluster)) > 1 and arguments.device != "cpu"
     group = group_of_node(cluster, arguments.group, _device_here() if asks_device else None)
-    chosen, policy = RunSettings(**settings), _policy(plan, group, arguments)
+    chosen, policy = _chosen(plan, settings), _policy(plan, group, arguments)
     metrics = arguments.metrics
     measured, is_first = run_node(plan, chosen, policy, metrics=metrics, log=words, unfinished=unfinished)
     known = KnownPlans(elastic_folder(chosen, policy.run_id), plan)
@@ -154,7 +154,7 @@ def elastic_commands(plan: Plan, settings: dict[str, Any], arguments: argparse.N
             "every node reads the plan itself.", field="plan.json", mend="write it to a file that all of them have."
         )
     NodeReplanner(plan, by_search(plan))
-    chosen = RunSettings(**settings)
+    chosen = _chosen(plan, settings)
     command = ["planner", "run", arguments.plan, *_spelt(chosen), "--elastic", "--nodes", arguments.nodes]
     for name in PRINTED:
         if getattr(arguments, name) is not None:
@@ -186,6 +186,13 @@ def _kinds_of_nodes(plan: Plan, arguments: argparse.Namespace) -> list[tuple[str
 def _sizes(asked: list[tuple[str, int]], group: str) -> int:
     """In how many sizes the nodes of a group come."""
     return sum(name == group for name, _ in asked)
+
+
+def _chosen(plan: Plan, settings: dict[str, Any]) -> RunSettings:
+    """Settings, of which the job's optimizer has all options."""
+    found = RunSettings(**settings)
+    found.optimizer_options.check(plan.request.job.optimizer)
+    return found
 
 
 def _spelt(settings: RunSettings) -> list[str]:

@@ -32,6 +32,7 @@ from planner.executor.pipeline.timeline import Recorder
 from planner.executor.support import schedule_of
 from planner.executor.train.loss import loss_of_pieces
 from planner.executor.train.optimizer import COMPUTE_DTYPE, Optimizer
+from planner.executor.train.optimizer_options import DEFAULTS, OptimizerOptions
 from planner.executor.train.scaling import LossScaler, scaler_for
 from planner.spec.plan import Plan, PlannedLayer
 from planner.spec.profile import RecomputeMode, SharedParameters
@@ -131,14 +132,15 @@ def build_rank(
     *,
     device: torch.device,
     seed: int,
-    learning_rate: float,
     loss: Loss,
     fill: Materialise = materialise,
+    options: OptimizerOptions = DEFAULTS,
 ) -> RankPart:
     """Build this rank's part; a collective call of all ranks.
 
     Args:
         fill: gives the stage its values; a dry run leaves it without any.
+        options: of the job's optimizer; its learning rate is set with every step.
 
     Raises:
         MismatchError: a plan of another model.
@@ -165,7 +167,7 @@ def build_rank(
         module,
         name=job.optimizer,
         precision=job.precision,
-        learning_rate=learning_rate,
+        options=options,
         hidden=hidden_matrices(source.blueprint, cut),
         shards=shards,
         offloaded=[layer.named for layer in layers_held] if plan.layout.optimizer_offload else None,

@@ -154,7 +154,6 @@ def _build(plan: Plan, source: ModelSource, grid: Grid, rank: int) -> _Built:
             mesh,
             device=torch.device("meta"),
             seed=0,
-            learning_rate=1.0,
             loss=load_loss(None, source.input_kind),
             fill=without_values,
         )

@@ -29,11 +29,13 @@ from planner.executor.report import device_name, gather, rank_of
 from planner.executor.settings import DEFAULT_LEARNING_RATE, DEFAULT_TIMEOUT_SECONDS, CheckpointPolicy
 from planner.executor.support import check_plan, check_started, check_world
 from planner.executor.train.data import DataSpec, has_own_targets, load_dataset
+from planner.executor.train.learning_rates import learning_rates
 from planner.executor.train.loss import CountedTokens, load_loss, loss_of_pieces
 from planner.executor.train.memory import peak_bytes, reset_peak
 from planner.executor.train.metrics import Metrics
 from planner.executor.train.metrics_file import metrics_file
 from planner.executor.train.optimizer import COMPUTE_DTYPE
+from planner.executor.train.optimizer_options import DEFAULTS, OptimizerOptions
 from planner.executor.train.training import Trainer
 from planner.spec.document import read
 from planner.spec.measured import MeasuredRun, Segment
@@ -60,6 +62,7 @@ class Executor:
         data, loss: see `planner.executor.train.data.load_dataset` and `planner.executor.train.loss.load_loss`.
         seed: of initial values, of dropout and of the order of samples.
         learning_rate: a number, or a schedule: a function of the step, counted from 0 over all runs of the training.
+        optimizer_options: weight decay and others, those that the job's optimizer has.
         max_gradient_norm: clip the gradients' 2-norm, over the whole model.
         device: ``cpu`` or ``cuda``; None: CUDA when there is any.
         timeout_seconds: a rank that waits longer for another gives up, so that none hangs when one fails.
@@ -70,6 +73,7 @@ class Executor:
         LayoutError: WORLD_SIZE is not the plan's number of ranks, or the plan does not hold together.
         MismatchError: a plan of another model.
         UnsupportedError: the plan or model uses something that the executor does not carry out.
+        DocumentError: the job's optimizer does not have one of its options.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class Executor:
         loss: str | None = None,
         seed: int = 0,
         learning_rate: float | Callable[[int], float] = DEFAULT_LEARNING_RATE,
+        optimizer_options: OptimizerOptions = DEFAULTS,
         max_gradient_norm: float | None = None,
         device: str | None = None,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
@@ -90,6 +95,7 @@ class Executor:
         now("while it read the plan and the model")
         self.plan = plan if isinstance(plan, Plan) else read(Plan, plan)
         grid = check_plan(self.plan)
+        optimizer_options.check(self.plan.request.job.optimizer)
         check_world(self.plan, world_size())
         if not dist.is_initialized():  # else the script says which process is which rank
             check_started(self.plan, os.environ)
@@ -115,7 +121,7 @@ class Executor:
                 self.mesh,
                 device=self.device,
                 seed=seed,
-                learning_rate=learning_rate(0) if callable(learning_rate) else learning_rate,
+                options=optimizer_options,
                 loss=counted or load_loss(loss, self.source.input_kind),
                 fill=materialise if given is None else given.materialise,
             )
@@ -131,8 +137,8 @@ class Executor:
             dataset,
             device=self.device,
             clip=max_gradient_norm,
+            rate_of=learning_rates(learning_rate),
             counted=counted,
-            rate_of=learning_rate if callable(learning_rate) else None,
         )
         self.trained = 0
         """Steps so far, from the beginning of the training."""

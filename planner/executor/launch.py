@@ -66,13 +66,14 @@ def run_plan(
         MismatchError: a plan of another model.
         FinishedError: the checkpoint to go on from is of the last step.
         UnsupportedError: the plan needs several nodes, or something that the executor does not carry out.
-        DocumentError: the checkpoint folder cannot be used.
+        DocumentError: the checkpoint folder cannot be used, or the job's optimizer does not have one of its options.
         RunError: a rank failed, or the losses are not those of the single process.
         StoppedError: the run was told to stop (SIGTERM), and did.
     """
     settings = RunSettings(**choices)
     _check_resume(settings, reference_steps)
     check_plan(plan)
+    settings.optimizer_options.check(plan.request.job.optimizer)
     _check_one_node(plan)
     source = _check_model(plan, settings.model)
     kept = settings.checkpoints
@@ -141,10 +142,12 @@ def node_commands(plan: Plan, plan_path: str | Path, **choices: Any) -> tuple[No
     Raises:
         LayoutError: the placement does not number the ranks node by node, as torchrun does, or names a node that the
             cluster does not have.
+        DocumentError: the job's optimizer does not have one of its options.
     """
     check_plan(plan)
     ranks = _ranks_per_node(plan)
     chosen = RunSettings(**choices)
+    chosen.optimizer_options.check(plan.request.job.optimizer)
     arguments = chosen.to_arguments()
     is_usual = chosen.grace_seconds == DEFAULT_GRACE_SECONDS
     variables = "" if is_usual else "".join(f"{name}={value} " for name, value in grace(chosen).items())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,8 +27,10 @@ from planner.executor.pipeline.streams import RandomStreams
 from planner.executor.settings import DEFAULT_LEARNING_RATE, RunSettings
 from planner.executor.support import check_plan
 from planner.executor.train.data import Batch, Inputs, has_own_targets, load_dataset
+from planner.executor.train.learning_rates import learning_rates
 from planner.executor.train.loss import CountedTokens, load_loss
-from planner.executor.train.optimizer import COMPUTE_DTYPE, MASTER_COPY, hidden_of, make_optimizer
+from planner.executor.train.optimizer import COMPUTE_DTYPE, MASTER_COPY, hidden_of, make_optimizer, set_learning_rate
+from planner.executor.train.optimizer_options import DEFAULTS, OptimizerOptions
 from planner.spec.document import read
 from planner.spec.job import Job
 from planner.spec.plan import Plan
@@ -58,7 +60,8 @@ def train_reference(
     data: str = "stdlib",
     loss: str | None = None,
     seed: int = 0,
-    learning_rate: float = DEFAULT_LEARNING_RATE,
+    learning_rate: float | Callable[[int], float] = DEFAULT_LEARNING_RATE,
+    optimizer_options: OptimizerOptions = DEFAULTS,
     max_gradient_norm: float | None = None,
     weights: str | Path | None = None,
 ) -> Reference:
@@ -67,6 +70,7 @@ def train_reference(
     The batch is taken in the plan's micro-batches, because dropout and batch normalisation depend on them.
     """
     check_plan(plan)
+    optimizer_options.check(plan.request.job.optimizer)
     source = as_planned(plan, source)
     job = plan.request.job
     device = torch.device("cpu")
@@ -79,7 +83,7 @@ def train_reference(
     if job.precision == "fp8":
         run_in_float8(model, float8_modules(model, source, plan.layout.tensor_parallel_degree))
     hidden = hidden_matrices(source.blueprint, source.cut())
-    update = _Update(model, hidden, job, learning_rate, max_gradient_norm)
+    update = _Update(model, hidden, job, learning_rates(learning_rate), optimizer_options, max_gradient_norm)
     dataset = load_dataset(data, data_spec(plan, source), seed=seed)
     is_counted = loss is None and source.input_kind == "tokens" and has_own_targets(dataset)
     counted = CountedTokens() if is_counted else None
@@ -93,7 +97,7 @@ def train_reference(
             counted.mean_targets = CountedTokens.targets(batch[1]) / parts
         forward = partial(_forward, model, loss_of, COMPUTE_DTYPE[job.precision])
         losses.append(_accumulate(forward, batch, plan.layout.micro_batch_size, streams, update.scaler))
-        update.apply()
+        update.apply(step)
     return Reference(tuple(losses), model, update.scaler.get_scale())
 
 
@@ -135,7 +139,8 @@ class _Update:
         model: nn.Module,
         hidden: Collection[str],
         job: Job,
-        learning_rate: float,
+        rate_of: Callable[[int], float],
+        options: OptimizerOptions,
         max_gradient_norm: float | None,
     ) -> None:
         self._computing = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -145,14 +150,16 @@ class _Update:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(COMPUTE_DTYPE[job.precision])
         matrices = hidden_of(model, self._trained, hidden)
-        self._optimizer = make_optimizer(job.optimizer, self._trained, learning_rate, matrices)
+        self._optimizer = make_optimizer(job.optimizer, self._trained, 0.0, matrices, options=options)
+        self._rate_of = rate_of
         self._maximum = max_gradient_norm
         self.scaler = torch.amp.GradScaler("cpu", enabled=job.precision == "fp16-mixed")
 
-    def apply(self) -> None:
+    def apply(self, step: int) -> None:
         """Update the parameters, unless gradients overflowed, and set the gradients to none."""
         for trained, computing in zip(self._trained, self._computing, strict=True):
             trained.grad = None if computing.grad is None else computing.grad.to(trained.dtype)
+        set_learning_rate(self._optimizer, self._rate_of(step))
         self.scaler.unscale_(self._optimizer)
         if self._maximum is not None:
             nn.utils.clip_grad_norm_(self._trained, self._maximum)
@@ -191,7 +198,8 @@ def _losses(options: argparse.Namespace) -> list[float]:
         data=settings.data,
         loss=settings.loss,
         seed=settings.seed,
-        learning_rate=settings.learning_rate,
+        learning_rate=settings.learning_rates,
+        optimizer_options=settings.optimizer_options,
         max_gradient_norm=settings.max_gradient_norm,
         weights=settings.weights,
     )

@@ -8,11 +8,19 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from planner.errors import DocumentError
+from planner.executor.train.learning_rates import CONSTANT, SCHEDULES, LearningRates
+from planner.executor.train.optimizer_options import OptimizerOptions
 
 DEFAULT_LEARNING_RATE = 3e-4
 DEFAULT_TIMEOUT_SECONDS = 300.0
 DEFAULT_KEEP = 3
 DEFAULT_GRACE_SECONDS = 30.0
+WHOLE = ("steps", "seed", "warmup_steps", "decay_steps", "checkpoint_every", "keep")
+"""Settings that are whole numbers."""
+NUMBERS = (
+    *("learning_rate", "min_learning_rate", "max_gradient_norm", "timeout_seconds", "grace_seconds"),
+    *(field.name for field in fields(OptimizerOptions)),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +62,21 @@ class RunSettings:
     """``package.module:callable``; None: by what the model takes."""
     seed: int = 0
     learning_rate: float = DEFAULT_LEARNING_RATE
+    """With a schedule, the greatest."""
+    learning_rate_schedule: str = CONSTANT
+    """One of `planner.executor.train.learning_rates.SCHEDULES`."""
+    warmup_steps: int = 0
+    """The rate rises through the first steps of the training."""
+    min_learning_rate: float = 0.0
+    """What a schedule falls to."""
+    decay_steps: int | None = None
+    """The step at which it gets there, counted from the first of the training; None: `steps`."""
+    weight_decay: float | None = None
+    """See `OptimizerOptions`; so are the next four."""
+    beta1: float | None = None
+    beta2: float | None = None
+    epsilon: float | None = None
+    momentum: float | None = None
     max_gradient_norm: float | None = None
     """Clip the gradients' 2-norm over the whole model; None: do not."""
     device: str | None = None
@@ -78,6 +101,8 @@ class RunSettings:
         for name in ("learning_rate", "timeout_seconds", "grace_seconds", "max_gradient_norm"):
             value = getattr(self, name)
             _check(name, value, value is None or (math.isfinite(value) and value > 0), "a number above 0")
+        self._check_learning_rates()
+        _ = self.optimizer_options  # refuses numbers out of their ranges
         if self.checkpoints is None and (self.checkpoint_every is not None or self.resume or self.keep != DEFAULT_KEEP):
             raise DocumentError(
                 "tells how to keep checkpoints, but there is no word where.",
@@ -86,6 +111,44 @@ class RunSettings:
                 ),
                 mend="give checkpoint_dir too.",
             )
+
+    def _check_learning_rates(self) -> None:
+        schedule, warmup = self.learning_rate_schedule, self.warmup_steps
+        least, end = self.min_learning_rate, self.decay_steps
+        _check("learning_rate_schedule", schedule, schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
+        _check("warmup_steps", warmup, warmup >= 0, "a whole number of at least 0")
+        _check("decay_steps", end, end is None or end >= 1, "a whole number of at least 1")
+        _check("min_learning_rate", least, 0 <= least <= self.learning_rate, f"0 to {self.learning_rate:g}")
+        if schedule == CONSTANT:
+            for name in ("min_learning_rate", "decay_steps"):
+                if getattr(self, name) not in (0.0, None):
+                    raise DocumentError(
+                        "means nothing where the learning rate does not fall.",
+                        field=name,
+                        mend="give learning_rate_schedule linear or cosine too.",
+                    )
+        elif warmup >= self.learning_rates.end:
+            raise DocumentError(
+                f"cannot be {warmup}: the {schedule} decay ends at step {self.learning_rates.end}.",
+                field="warmup_steps",
+                mend="give a smaller number, or decay_steps above it.",
+            )
+
+    @property
+    def learning_rates(self) -> LearningRates:
+        """The rate of every step."""
+        return LearningRates(
+            peak=self.learning_rate,
+            schedule=self.learning_rate_schedule,
+            warmup_steps=self.warmup_steps,
+            least=self.min_learning_rate,
+            end=self.steps if self.decay_steps is None else self.decay_steps,
+        )
+
+    @property
+    def optimizer_options(self) -> OptimizerOptions:
+        """What is chosen of the job's optimizer."""
+        return OptimizerOptions(**{field.name: getattr(self, field.name) for field in fields(OptimizerOptions)})
 
     @property
     def checkpoints(self) -> CheckpointPolicy | None:
@@ -123,8 +186,8 @@ class RunSettings:
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         """Teach a parser the arguments of `to_arguments`."""
-        kinds: dict[str, type] = dict.fromkeys(("steps", "seed", "checkpoint_every", "keep"), int)
-        kinds |= dict.fromkeys(("learning_rate", "max_gradient_norm", "timeout_seconds", "grace_seconds"), float)
+        kinds: dict[str, type] = dict.fromkeys(WHOLE, int)
+        kinds |= dict.fromkeys(NUMBERS, float)
         for field in fields(RunSettings):
             required = field.name == "model"
             option = f"--{field.name.replace('_', '-')}"

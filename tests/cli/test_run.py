@@ -59,7 +59,9 @@ def test_options_reach_the_launcher(planner: Command, plan_path: Path, calls: li
     more += ("--grace", "8")
     kept = ("--checkpoint-dir", "kept", "--checkpoint-every", "5", "--keep", "2", "--resume")
     values = ("--weights", "w.safetensors", "--deterministic")
-    assert planner("run", plan_path, *words, *more, *kept, *values).code == 0
+    rates = ("--learning-rate-schedule", "linear", "--warmup-steps", "1", "--min-learning-rate", "0.01")
+    rates += ("--decay-steps", "9", "--weight-decay", "0", "--beta1", "0.8", "--beta2", "0.9", "--epsilon", "0.2")
+    assert planner("run", plan_path, *words, *more, *kept, *values, *rates, "--momentum", "0.7").code == 0
     (asked,) = calls
     assert asked.pop("log") is not None
     assert asked == {
@@ -70,6 +72,15 @@ def test_options_reach_the_launcher(planner: Command, plan_path: Path, calls: li
         "loss": "m:l",
         "seed": 7,
         "learning_rate": 0.1,
+        "learning_rate_schedule": "linear",
+        "warmup_steps": 1,
+        "min_learning_rate": 0.01,
+        "decay_steps": 9,
+        "weight_decay": 0.0,
+        "beta1": 0.8,
+        "beta2": 0.9,
+        "epsilon": 0.2,
+        "momentum": 0.7,
         "max_gradient_norm": 1.0,
         "device": "cpu",
         "metrics": None,
@@ -199,7 +210,8 @@ def test_the_model_must_be_known(planner: Command, plan_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "option", ["--steps", "--learning-rate", "--seed", "--timeout", "--checkpoint-every", "--keep"]
+    "option",
+    ["--steps", "--learning-rate", "--seed", "--timeout", "--checkpoint-every", "--keep", "--weight-decay", "--beta1"],
 )
 def test_numbers_must_make_sense(planner: Command, plan_path: Path, option: str) -> None:
     """Negative numbers are refused before anything starts."""
@@ -229,6 +241,9 @@ def test_several_nodes_get_their_commands(planner: Command, two_node_plan: Path)
     for node, line in enumerate(lines):
         for word in ("torchrun", "--nnodes=2", f"--node-rank={node}", "--model gpt2", "--steps 5", "MASTER_ADDR"):
             assert word in line
+    chosen = ("--learning-rate-schedule", "cosine", "--weight-decay", "0.0")
+    assert " ".join(chosen) in planner("run", two_node_plan, *chosen).out
+    assert "which has no momentum" in planner("run", two_node_plan, "--momentum", "0.5").err
     assert planner("run", two_node_plan, "--json").json["commands"]
     plan = json.loads(two_node_plan.read_text())
     (group,) = plan["request"]["cluster"]["node_groups"]
@@ -250,15 +265,22 @@ NODES = ("--elastic", "--nodes", "1:2", "--checkpoint-dir", "kept", "--checkpoin
 
 def test_every_node_of_an_elastic_run_starts_the_same_command(planner: Command, two_node_plan: Path) -> None:
     """It is this command, with the options that were given; the shell fills in where the nodes meet."""
-    given = ("--timeout", "9", "--restarts", "7", "--heartbeat", "2", "--planner", "http://here:1")
+    given = ("--timeout", "9", "--restarts", "7", "--heartbeat", "2", "--planner", "http://here:1", "--beta2", "0.95")
     ended = planner("run", two_node_plan, "--steps", "5", *NODES, *given)
     assert ended.code == 0, ended.err
     (line,) = ended.out.splitlines()
     assert line.startswith(f"planner run {two_node_plan} ")
     for words in ("--model gpt2", "--steps 5", "--timeout 9.0", "--elastic --nodes 1:2", "--checkpoint-every 5"):
         assert words in line
-    for words in ("--restarts 7", "--heartbeat 2.0", "--planner http://here:1", '--rendezvous "$RENDEZVOUS"'):
+    for words in (
+        "--beta2 0.95",
+        "--restarts 7",
+        "--heartbeat 2.0",
+        "--planner http://here:1",
+        '--rendezvous "$RENDEZVOUS"',
+    ):
         assert words in line
+    assert "which has no momentum" in planner("run", two_node_plan, *NODES, "--momentum", "0.5").err
     assert planner("run", two_node_plan, *NODES, "--json").json == {"commands": [ended_line(planner, two_node_plan)]}
 
 

@@ -17,6 +17,7 @@ from planner.executor.failures import doing, last_words
 from planner.executor.failures.failure import crash_path, doing_path, read_failure, write_failure
 from planner.executor.launch import node_commands, nodes, run_plan
 from planner.executor.settings import RunSettings
+from planner.executor.train.learning_rates import CONSTANT, SCHEDULES
 from planner.spec import Cluster, Plan
 from tests.executor.plans import make_plan, source_of
 
@@ -91,12 +92,31 @@ def test_plan_of_another_model_does_not_start(tmp_path: Path) -> None:
     rate=st.floats(1e-12, 10),
     clip=st.none() | st.floats(1e-6, 1e6),
     loss=st.none() | st.just("package.module:function"),
+    momentum=st.none() | st.floats(0.1, 0.9),
+    schedule=st.sampled_from(SCHEDULES),
 )
 def test_settings_survive_the_command_line(
-    steps: int, seed: int, rate: float, clip: float | None, loss: str | None
+    steps: int,
+    seed: int,
+    rate: float,
+    clip: float | None,
+    loss: str | None,
+    momentum: float | None,
+    schedule: str,
 ) -> None:
     """The worker parses exactly what the launcher was given."""
-    settings = RunSettings(model="m", steps=steps, seed=seed, learning_rate=rate, max_gradient_norm=clip, loss=loss)
+    settings = RunSettings(
+        model="m",
+        steps=steps,
+        seed=seed,
+        learning_rate=rate,
+        max_gradient_norm=clip,
+        loss=loss,
+        momentum=momentum,
+        learning_rate_schedule=schedule,
+        decay_steps=None if schedule == CONSTANT else steps + 2,
+        warmup_steps=1,
+    )
     parser = argparse.ArgumentParser()
     RunSettings.add_arguments(parser)
     assert RunSettings.from_arguments(parser.parse_args(settings.to_arguments())) == settings

@@ -24,6 +24,7 @@ from planner.executor.checkpoint.materialise import materialise
 from planner.executor.parallel import replicas
 from planner.executor.parallel.mesh import build_mesh
 from planner.executor.reference import Reference, train_reference
+from planner.executor.train.optimizer_options import DEFAULTS, OptimizerOptions
 from planner.spec import Plan
 from profiler.models import ModelSource
 from tests.builders import cluster, job, layer, profile, request
@@ -71,7 +72,8 @@ class Case:
     steps: int = STEPS
     actions: Callable[[], tuple[tuple[str, ...], ...]] = tuple
     """Of a schedule without a name."""
-    learning_rate: float = 5e-4
+    learning_rate: float | Callable[[int], float] = 5e-4
+    update: OptimizerOptions = DEFAULTS
     data: str | None = None
 
 
@@ -236,7 +238,7 @@ def run(case: Case) -> dict[str, Any]:
     plan = make_plan(names, case.sizes, actions=case.actions(), **case.options)
     data = case.data or ("stdlib" if source.input_kind == "tokens" else "synthetic")
     settings: dict[str, Any] = {"data": data, "seed": 5, "max_gradient_norm": case.clip}
-    settings |= {"learning_rate": case.learning_rate, "loss": case.loss}
+    settings |= {"learning_rate": case.learning_rate, "optimizer_options": case.update, "loss": case.loss}
     executor = Executor(plan, source, device="cpu", timeout_seconds=60, **settings)
     measured = executor.train(case.steps)
     with executor.part.gathered():

@@ -6,6 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from planner.executor.train.learning_rates import LearningRates
+from planner.executor.train.optimizer_options import OptimizerOptions
 from tests.torchrun.cases import IN_A_LOOP, IN_A_V, ONE_STEP, OVERFLOWING, SHORT, Case, on_ranks, run
 from tests.torchrun.offload_cases import OFFLOADED, OFFLOADED_IN_HALF, resumed
 
@@ -20,14 +22,29 @@ CASES = {
     "dp4-zero1": Case("llama", (6,), {**REPLICAS, "zero": 1}, clip=0.5, **SHORT),
     "dp4-zero2": Case("gpt2", (6,), {**REPLICAS, "zero": 2, "recompute": {2: "full"}}, clip=0.5, **SHORT),
     "dp4-zero3": Case("gpt2", (6,), {**REPLICAS, "zero": 3, "recompute": {1: "full", 3: "selective"}}, **SHORT),
-    "dp2-pp2-zero1": Case("gpt2", (3, 3), {**STAGES, "zero": 1}, clip=0.5, **SHORT),
+    "dp2-pp2-zero1": Case(
+        "gpt2",
+        (3, 3),
+        {**STAGES, "zero": 1},
+        clip=0.5,
+        steps=2,
+        learning_rate=LearningRates(peak=1e-3, schedule="cosine", end=4),
+        update=OptimizerOptions(weight_decay=10.0, beta2=0.95),
+    ),
     "dp2-pp2-zero3": Case("llama", (2, 4), {**STAGES, "zero": 3, "recompute": {4: "full"}}, clip=0.5, **SHORT),
     "dp2-zb-h1-zero1": Case("llama", (3, 3), {**STAGES, "zero": 1, "schedule": "zb-h1"}, **SHORT),
     "dp2-zb-v-zero2": Case("gpt2", (1, 2, 2, 1), {**STAGES, **IN_A_V, "zero": 2}, clip=0.5, **SHORT),
     "dp2-zb-v-zero3": Case("gpt2", (1, 2, 2, 1), {**STAGES, **IN_A_V, "zero": 3}, clip=0.5, **SHORT),
     "dp2-loop-zero3": Case("llama", (2, 1, 1, 2), {**STAGES, **IN_A_LOOP, "zero": 3}, **SHORT),
     "dp2-tp2-zero1": Case("qwen3", (6,), {**SHARDS, **STEEP, "zero": 1}, clip=0.5, **QUICK),
-    "dp2-tp2-zero3": Case("tied-llama", (6,), {**SHARDS, **STEEP, "zero": 3}, clip=0.5, **QUICK),
+    "dp2-tp2-zero3": Case(
+        "tied-llama",
+        (6,),
+        {**SHARDS, **STEEP, "zero": 3},
+        clip=0.5,
+        update=OptimizerOptions(weight_decay=0.5, momentum=0.5),
+        **QUICK,
+    ),
     "dp2-tp2-sp-zero3": Case(
         "qwen3", (6,), {**SHARDS, **STEEP, "zero": 3, "sequence_parallel": True}, clip=0.5, **QUICK
     ),

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from planner.executor.parallel.sharding import local, placed_as
+from planner.executor.train.optimizer_options import BETAS
 from planner.spec.recipes import QUANTIZED_BLOCK
 from profiler.low_bit import torchao
 
@@ -84,11 +85,15 @@ class Adam8bit(torch.optim.Optimizer):
 
     Args:
         starts: of each parameter, which of its elements the tensor at hand starts with; empty: all with their first.
+        options: ``betas``, ``eps`` and ``weight_decay``, which is added to the gradient.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], learning_rate: float, starts: Sequence[int] = ()) -> None:
-        rate = torch.tensor(learning_rate)  # in fp32, as torchao has it
-        super().__init__(parameters, {"lr": rate, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0})
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], learning_rate: float, starts: Sequence[int] = (), **options: Any
+    ) -> None:
+        rate = torch.tensor(learning_rate, dtype=torch.float32)  # as torchao has it
+        usual = {"lr": rate, "betas": BETAS, "eps": 1e-8, "weight_decay": 0.0}
+        super().__init__(parameters, {**usual, **options})
         first = starts or (0,) * len(parameters)
         self._starts = {id(parameter): start for parameter, start in zip(parameters, first, strict=True)}
 

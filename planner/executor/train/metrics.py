@@ -27,6 +27,8 @@ class Metrics:
     """By pipeline rank: in the schedule's actions, waiting apart; the mean over the ranks that share the place."""
     replica_seconds: Sequence[float] = ()
     """The same by data-parallel rank."""
+    learning_rate: float | None = None
+    """Of the step's update."""
 
     @classmethod
     def split(cls, line: str) -> tuple[str, Metrics | None]:

@@ -22,8 +22,11 @@ from planner.executor.parallel.sharding import local
 from planner.executor.parallel.zero import ZeroShards
 from planner.executor.pipeline.offload import ParkedStates, host_like, to_host
 from planner.executor.train.adam_8bit import SIGNED, Adam8bit
+from planner.executor.train.optimizer_options import DEFAULTS, OptimizerOptions
 
 MOMENTUM = 0.9
+ADAM = ("weight_decay", "betas", "eps")
+"""What torch's Adam takes of the options."""
 MASTER = "master"
 """Name of the master copy among a parameter's states."""
 COUNTER = "step"
@@ -64,12 +67,13 @@ def make_optimizer(
     learning_rate: float,
     matrices: Collection[torch.Tensor] = (),
     starts: Sequence[int] = (),
+    options: OptimizerOptions = DEFAULTS,
 ) -> torch.optim.Optimizer:
-    """torch's optimizer of this name, with torch's defaults (momentum: 0.9).
+    """torch's optimizer of this name, with torch's defaults (momentum: 0.9) where no option was chosen.
 
     Adam runs fused: it reads and writes every state once and holds no temporary copy, where torch's default on CUDA
-    makes one of all parameters; Adafactor goes parameter by parameter for the same reason. Plain tensors and DTensors
-    of every mesh stand in groups of their own: one call does not take both.
+    makes one of all parameters; Adafactor goes parameter by parameter for the same reason, and so does SGD with weight
+    decay. Plain tensors and DTensors of every mesh stand in groups of their own: one call does not take both.
 
     Muon takes the matrices, AdamW the rest, both with one learning rate: Muon's updates are scaled to the size of
     AdamW's (Liu et al. 2025, "Muon is Scalable for LLM Training", equation (4)).
@@ -77,6 +81,7 @@ def make_optimizer(
     Args:
         matrices: those of the parameters that Muon orthogonalises; other optimizers treat them as all others.
         starts: which of its elements each one starts with, where ZeRO leaves a part of it: 8-bit Adam goes by blocks.
+        options: those that it has; see `planner.executor.train.optimizer_options`.
 
     Raises:
         UnsupportedError: no such optimizer.
@@ -86,28 +91,46 @@ def make_optimizer(
         chosen = {id(matrix) for matrix in matrices}
         muon = [parameter for parameter in parameters if id(parameter) in chosen]
         rest = [parameter for parameter in parameters if id(parameter) not in chosen]
-        made = [torch.optim.Muon(muon, lr=learning_rate, adjust_lr_fn="match_rms_adamw")] if muon else []
-        return Together([*made, *([make_optimizer("adamw", rest, learning_rate)] if rest else [])])
+        made: list[torch.optim.Optimizer] = []
+        if muon:
+            given = options.keywords("weight_decay", "momentum")
+            made.append(torch.optim.Muon(muon, lr=learning_rate, adjust_lr_fn="match_rms_adamw", **given))
+        if rest:
+            made.append(make_optimizer("adamw", rest, learning_rate, options=options))
+        return Together(made)
     if name == "adam-8bit":
-        return Adam8bit(parameters, learning_rate, starts)
+        return Adam8bit(parameters, learning_rate, starts, **options.keywords(*ADAM))
     kinds: dict[DeviceMesh | None, list[torch.Tensor]] = {None: []}
     for each in parameters:
         kinds.setdefault(each.device_mesh if isinstance(each, DTensor) else None, []).append(each)
     groups = [{"params": kind} for kind in kinds.values() if kind]
-    if name in ("sgd", "momentum"):
-        return torch.optim.SGD(groups, lr=learning_rate, momentum=MOMENTUM if name == "momentum" else 0.0)
+    foreach = False if options.weight_decay else None
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=learning_rate, foreach=foreach, **options.keywords("weight_decay"))
+    if name == "momentum":
+        given = {"momentum": MOMENTUM, **options.keywords("weight_decay", "momentum")}
+        return torch.optim.SGD(groups, lr=learning_rate, foreach=foreach, **given)
     fused = not any(parameter.is_meta for parameter in parameters)  # torch fuses only what has storage
     if name == "adam":
-        return torch.optim.Adam(groups, lr=learning_rate, fused=fused)
+        return torch.optim.Adam(groups, lr=learning_rate, fused=fused, **options.keywords(*ADAM))
     if name == "adamw":
-        return torch.optim.AdamW(groups, lr=learning_rate, fused=fused)
+        return torch.optim.AdamW(groups, lr=learning_rate, fused=fused, **options.keywords(*ADAM))
     if name == "adafactor":
-        return torch.optim.Adafactor(groups, lr=learning_rate, foreach=False)
+        return torch.optim.Adafactor(groups, lr=learning_rate, foreach=False, **options.keywords("weight_decay"))
     raise UnsupportedError(
         f"no optimizer {name!r}.",
         field="request.job.optimizer",
         mend="use sgd, momentum, adam, adamw, adam-8bit, adafactor or muon.",
     )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Of the updates to come."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):  # compiled updates read it
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +167,7 @@ class Part:
 
     def set_learning_rate(self, rate: float) -> None:
         """Of the updates to come."""
-        for group in self._optimizer.param_groups:
-            if isinstance(group["lr"], torch.Tensor):  # compiled updates read it
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+        set_learning_rate(self._optimizer, rate)
 
     def step(self, factor: float) -> None:
         """Apply the gradients, times a factor."""
@@ -237,10 +256,12 @@ class Optimizer:
     Casts the module's parameters to the precision's compute type, so it must be made before the module is wrapped.
 
     Args:
+        learning_rate: until `set_learning_rate`.
         hidden: names of the parameters that Muon orthogonalises (`profiler.parameters.hidden_matrices`).
         shards: what this rank keeps of the parameters, and steps; None: all of them. Bound here, once cast.
         offloaded: names of the parameters of every layer: their states and master copies stay on the host, and come to
             the device layer by layer; None: all stay on the device.
+        options: the run's, of this optimizer.
     """
 
     def __init__(
@@ -249,10 +270,11 @@ class Optimizer:
         *,
         name: str,
         precision: str,
-        learning_rate: float,
+        learning_rate: float = 0.0,
         hidden: Collection[str] = (),
         shards: ZeroShards | None = None,
         offloaded: Sequence[Collection[str]] | None = None,
+        options: OptimizerOptions = DEFAULTS,
     ) -> None:
         self.shards = shards
         named = self._named(module)
@@ -280,7 +302,7 @@ class Optimizer:
             mine = [self._stepped[each] for each in layer]
             if mine:
                 tensors, firsts = [one.tensor for one in mine], [one.start for one in mine]
-                made = make_optimizer(name, tensors, learning_rate, matrices, firsts)
+                made = make_optimizer(name, tensors, learning_rate, matrices, firsts, options)
                 self._parts.append(Part(mine, made, parked))
 
     def _named(self, module: nn.Module) -> dict[str, torch.Tensor]:

@@ -53,8 +53,8 @@ class Trainer:
         *,
         device: torch.device,
         clip: float | None,
+        rate_of: Callable[[int], float],
         counted: CountedTokens | None = None,
-        rate_of: Callable[[int], float] | None = None,
     ) -> None:
         self._plan = plan
         self._part = part
@@ -112,7 +112,8 @@ class Trainer:
             warning = self._spikes.look(step, records[-1].loss)
             self.warnings += () if warning is None else (warning,)
             busy = (*self._busy_seconds,), (*self._replica_seconds,)
-            on_step(Metrics(step, records[-1].loss, records[-1].seconds, rate, scale, warning, *busy))
+            told = (records[-1].loss, records[-1].seconds, rate, scale, warning, *busy)
+            on_step(Metrics(step, *told, learning_rate=self._rate_of(step)))
             if keeper is not None:
                 keeper.after_step(step + 1, last=self.stopped or step + 1 == steps)
             self.stopped = self.stopped and step + 1 < steps  # in the last step: it is trained to the end all the same
@@ -158,8 +159,7 @@ class Trainer:
         factor = self._gradient_factor()
         with self._part.recorder.span("optimizer"):
             with self._used.alone():
-                if self._rate_of is not None:
-                    self._part.optimizer.set_learning_rate(self._rate_of(step))
+                self._part.optimizer.set_learning_rate(self._rate_of(step))
                 if factor is not None:
                     self._part.optimizer.step(factor)
             self._part.optimizer.zero_gradients()
