@@ -26,6 +26,7 @@ VERBS: dict[str, str] = {
     "calibrate": "Fit the cost model's constants to measured runs",
     "check": "Recompute a plan independently and validate it",
     "run": "Train a model by a plan, under torchrun",
+    "weights": "Write the trained weights of a checkpoint as safetensors",
     "timeline": "Draw predicted and measured steps, side by side",
     "export": "Write a plan for another runtime or launcher",
     "serve": "Serve plans over HTTP",

@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from planner.errors import PlannerError
 from planner.executor import Executor
+from planner.executor.checkpoint.trained_weights import write_weights
+from planner.executor.checkpoint.weights import Weights
 from planner.executor.settings import CheckpointPolicy
 from planner.spec import MeasuredRun, Plan
 from profiler.models import ModelSource
@@ -75,6 +77,16 @@ def _parameters(executor: Executor) -> dict[str, torch.Tensor]:
         }
 
 
+def _off_written(folder: Path, wanted: dict[str, torch.Tensor]) -> float:
+    """How far the weights that are written from the newest checkpoint are from these whole ones; rank 0 looks."""
+    if dist.get_rank() > 0:
+        return 0.0
+    write_weights(folder, folder / "weights", max_shard_bytes=20_000)
+    written = Weights(folder / "weights")
+    values = {name: written.read(name).to(value.dtype) for name, value in wanted.items()}
+    return max(float((values[name] - value).abs().max()) for name, value in wanted.items())
+
+
 def other_layouts(folder: Path) -> dict[str, Any]:
     """All steps; half and half in the same layout; half in one layout and half in another."""
     runs = Runs("tied-llama", folder, learning_rate=6e-4)
@@ -125,6 +137,7 @@ def sharded(folder: Path) -> dict[str, Any]:
         "losses": losses,
         "held": [rank.model_dump() for rank in whole.ranks],
         "equal": _everywhere(equal and whole.losses[2:] == again.losses),
+        "off_written": _off_written(folder / "again", ended),
     }
 
 
@@ -152,12 +165,13 @@ def experts(folder: Path) -> dict[str, Any]:
     runs = Runs("mixtral", folder)
     replicas: dict[str, Any] = {"sizes": (6,), "data": 4, "micro_batches": 1}
     spread = {**replicas, "data": 2, "tensor": 2, "sequence_parallel": True, "expert": 2, "micro_batches": 2}
-    straight, _ = runs.train(replicas, 4)
+    straight, wanted = runs.train(replicas, 4)
     losses: list[float] = []
     for steps, layout in {1: spread, 2: {**spread, "zero": 3}, 4: {**replicas, "expert": 4}}.items():
         measured, _ = runs.train(layout, steps, runs.policy("kept", resume=bool(losses)))
         losses += measured.losses
-    return {"straight": straight.losses, "losses": losses}
+    off = _off_written(folder / "kept", wanted)
+    return {"straight": straight.losses, "losses": losses, "off_written": off}
 
 
 def packed(folder: Path) -> dict[str, Any]:
@@ -167,13 +181,14 @@ def packed(folder: Path) -> dict[str, Any]:
     runs = Runs("gpt2-still", folder)
     replicas: dict[str, Any] = {"sizes": (6,), "data": 4, "micro_batches": 1}
     spread = {**replicas, "data": 2, "tensor": 2, "micro_batches": 2}
-    straight, _ = runs.train(replicas, 5)
+    straight, wanted = runs.train(replicas, 5)
     losses: list[float] = []
     wider = {**replicas, "data": 1, "tensor": 4, "micro_batches": 4}
     for steps, layout in {1: spread, 2: replicas, 3: wider, 5: {**spread, "zero": 3}}.items():
         measured, _ = runs.train(layout, steps, runs.policy("kept", resume=bool(losses)))
         losses += measured.losses
-    return {"straight": straight.losses, "losses": losses}
+    off = _off_written(folder / "kept", wanted)
+    return {"straight": straight.losses, "losses": losses, "off_written": off}
 
 
 def _refusals(runs: Runs, folder: Path) -> dict[str, str]:

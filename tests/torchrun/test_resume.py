@@ -85,6 +85,14 @@ def test_shards_of_replicas_go_on_bit_for_bit(results: dict[str, Any], tmp_path:
         assert abs(held["optimizer_bytes"] - kind.built.optimizer_bytes) <= kind.tolerance_bytes
 
 
+def test_weights_are_written_whole_from_any_layout(results: dict[str, Any]) -> None:
+    """Flat ZeRO 3 shards bit for bit, from the master copies; experts of four ranks, and parts of packed products in
+    ZeRO 3, as replicas train them."""
+    assert results["sharded"]["off_written"] == 0.0
+    assert results["experts"]["off_written"] == pytest.approx(0.0, abs=TOLERANCE)
+    assert results["packed"]["off_written"] == pytest.approx(0.0, abs=TOLERANCE)
+
+
 def test_states_in_8_bits_go_on(results: dict[str, Any], tmp_path: Path) -> None:
     """Bit for bit in the same layout, with the losses in another one; and every rank keeps what a dry run tells."""
     runs = results["eight_bit"]

@@ -178,7 +178,7 @@ class Checkpoints:
             pending.result()
         except (Exception, CheckpointException) as error:  # DCP's error is no Exception
             raise RunError(
-                f"the checkpoint of step {self._saved} could not be written: {_cause(error)}.",
+                f"the checkpoint of step {self._saved} could not be written: {cause(error)}.",
                 field="checkpoint_dir",
                 mend="make room, or keep checkpoints on a file system that all ranks can write to.",
             ) from error
@@ -261,7 +261,7 @@ class Checkpoints:
             load(wanted, storage_reader=reader, planner=ReadPieces(), process_group=self._group)
         except CheckpointException as error:
             raise RunError(
-                f"the checkpoint {path} could not be read: {_cause(error)}.", field="checkpoint_dir"
+                f"the checkpoint {path} could not be read: {cause(error)}.", field="checkpoint_dir"
             ) from error
         self._part.optimizer.set_states(states)
         if self._part.optimizer.shards is not None:
@@ -314,7 +314,7 @@ def _as_boxes(value: torch.Tensor) -> torch.Tensor | StoredPiece:
     return StoredPiece.of_rank(value, local(value)) if is_inside or is_sectioned(value) else value
 
 
-def _cause(error: BaseException) -> str:
+def cause(error: BaseException) -> str:
     """What really happened, on the first rank where it did."""
     if isinstance(error, CheckpointException):
         rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])

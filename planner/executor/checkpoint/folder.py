@@ -124,6 +124,28 @@ def complete(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if COMPLETE.fullmatch(path.name) and (path / MANIFEST).is_file())
 
 
+def find(path: Path) -> Path:
+    """The checkpoint of this path, or the newest one of the run that keeps its checkpoints there.
+
+    Raises:
+        DocumentError: there is none, or somebody has removed half of the newest one.
+    """
+    if not path.is_dir():
+        wrong = "is no folder" if path.exists() else "there is no such folder"
+        raise DocumentError(f"{wrong}.", field=str(path), mend="give the --checkpoint-dir of a run, or one in it.")
+    if (path / MANIFEST).is_file():
+        return path
+    found = complete(path)
+    _refuse_half_removed(path, found)
+    if not found:
+        raise DocumentError(
+            f"holds neither checkpoints nor a {MANIFEST}.",
+            field=str(path),
+            mend="give the --checkpoint-dir of a run, or a complete checkpoint in it.",
+        )
+    return found[-1]
+
+
 def newest_step(folder: Path) -> int:
     """Steps of the newest complete checkpoint; 0 when there is none."""
     found = complete(folder)
