@@ -52,7 +52,7 @@ def test_schedules_are_those_of_transformers(warmup: int) -> None:
     falling = {"learning_rate_schedule": "cosine", "min_learning_rate": 0.1, "decay_steps": STEPS}
     longer = RunSettings(**{**given, "steps": 90, "warmup_steps": 0}, **falling).learning_rates
     assert [longer(step) for step in range(STEPS)] == pytest.approx(floor, abs=1e-12)
-    assert longer(STEPS) == longer(80) == pytest.approx(0.1)
+    assert (longer(0), longer(STEPS), longer(80)) == (PEAK, 0.1, 0.1)
 
 
 @pytest.mark.parametrize(
