@@ -5,6 +5,7 @@ All take several timelines, such as the predicted and the measured one of a step
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import Any
@@ -37,6 +38,8 @@ COMPUTE, TRANSFERS = 0, 1
 TICKS_PER_MICROSECOND = 8
 """Times are whole eighths of a microsecond: neighbours then touch in doubles, in decimals, and in the nanoseconds that
 Perfetto makes of them, and never overlap by a rounding."""
+_HALF_NANOSECOND = 5e-10
+"""Predicted times are whole nanoseconds: rounded down from half of one above, no two sums of one time differ."""
 _PLACES = ("micro_batch", "sequence_chunk")
 
 
@@ -65,7 +68,7 @@ def chrome_trace(traces: Sequence[Timeline]) -> dict[str, Any]:
 
 
 def _microseconds(seconds: float) -> float:
-    return round(seconds * 1e6 * TICKS_PER_MICROSECOND) / TICKS_PER_MICROSECOND
+    return math.floor((seconds + _HALF_NANOSECOND) * 1e6 * TICKS_PER_MICROSECOND) / TICKS_PER_MICROSECOND
 
 
 def _placed(rank: Sequence[TimelineEvent]) -> Iterator[tuple[TimelineEvent, int]]:
