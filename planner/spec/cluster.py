@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from planner.spec.document import MOST_BYTES, Document
+from planner.spec.document import MOST_MEMORY_BYTES, Document
 
 PeakType = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 OperationName = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "point_to_point"]
@@ -37,7 +37,7 @@ class DeviceSpec(Document):
 
     id: str = Field(min_length=1)
     name: str = ""
-    memory_bytes: int = Field(gt=0, le=MOST_BYTES)
+    memory_bytes: int = Field(gt=0, le=MOST_MEMORY_BYTES)
     peak_flops_per_second: dict[PeakType, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """Peak of matrix products by data type; empty when only measured seconds are used. Jobs in fp32 run at the peak of
     fp32, as torch does by default; tf32 is for those who switch it on."""
@@ -46,7 +46,7 @@ class DeviceSpec(Document):
     memory_bandwidth_bytes_per_second: float | None = Field(default=None, gt=0)
     launch_seconds: float = Field(default=4e-6, ge=0)
     """Fixed cost of one kernel."""
-    reserved_bytes: int | None = Field(default=None, ge=0, le=MOST_BYTES)
+    reserved_bytes: int | None = Field(default=None, ge=0, le=MOST_MEMORY_BYTES)
     """Context, communicators and code of one process; None: the cost model's default."""
     allocation_overhead: float = Field(default=0.0, ge=0)
     """What the allocator takes beyond the activations and temporaries it hands out, as a fraction of them."""
@@ -131,7 +131,7 @@ class NodeGroup(Document):
     network."""
     price_per_hour: float | None = Field(default=None, ge=0)
     """Of one device of this group, in the user's currency; None: the device's."""
-    host_memory_bytes: int | None = Field(default=None, gt=0, le=MOST_BYTES)
+    host_memory_bytes: int | None = Field(default=None, gt=0, le=MOST_MEMORY_BYTES)
     """Of one node, for all its devices together: what may be offloaded there. None: not known, nothing is offloaded."""
 
     def share_of_node(self, devices: int) -> dict[str, int | None]:

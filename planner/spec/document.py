@@ -21,8 +21,10 @@ MOST_MISTAKES = 200
 DocumentType = TypeVar("DocumentType", bound="Document")
 
 
-MOST_BYTES = 1 << 48
-"""256 TiB of one tensor or memory: beyond any machine, and thousands of them still add up within 64 bits."""
+MOST_BYTES = 1 << 50
+"""1 PiB of one layer: beyond any machine, and thousands of them still add up within 64 bits."""
+MOST_MEMORY_BYTES = 1 << 60
+"""Of a device or host; what has room for everything may be written so, within 64 bits."""
 
 
 class Document(BaseModel):

@@ -44,8 +44,8 @@ CONSTRAINABLE = (
     "optimizer_offload",
 )
 """Layout fields."""
-MOST_SAMPLES = 10**9
-"""Of a global batch: hundreds of times the largest that anybody trained with."""
+MOST_SAMPLES = 1 << 53
+"""Of a global batch: every reader of JSON tells such numbers apart. What no step can take, the search tells."""
 DIVISION = "layers_per_stage"
 """The one constraint on stage maps: how many layers every stage has."""
 CONSTRAINTS = (*CONSTRAINABLE, DIVISION)
