@@ -21,6 +21,7 @@ from typing import Protocol, Self
 import torch
 
 from planner.errors import RunError
+from profiler.allocator import keep_freed
 from profiler.cores import available_cores
 from profiler.measure_timing import Mark
 
@@ -46,7 +47,8 @@ def python_path() -> str:
 
 
 class Load:
-    """N - 1 helper processes that work beside this one; a context, within which torch here uses as many threads.
+    """N - 1 helper processes that work beside this one; a context, within which torch here uses as many threads. All
+    keep the memory that they free, this process too, and for good.
 
     Args:
         concurrency: N, ranks that share the machine, this process included.
@@ -63,6 +65,7 @@ class Load:
         self._sent = 0
 
     def __enter__(self) -> Self:
+        keep_freed()
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(self._threads)
         self._processes = [self._start(index) for index in range(self._helpers)]
@@ -147,6 +150,7 @@ class Load:
 
 def main() -> int:
     """One helper: read `INDEX PATH` from stdin, and run this workload of that file in a loop, until stdin ends."""
+    keep_freed()
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     threading.Thread(target=_read_into, args=(lines,), daemon=True).start()
     loaded, workloads = "", list[Workload]()

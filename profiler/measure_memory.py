@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import RunError
+from profiler.allocator import give_back, keep_freed
 from profiler.measure_load import python_path
 
 STATUS = Path("/proc/self/status")
@@ -92,6 +92,7 @@ def main() -> int:
 
     from profiler.models import load_model
 
+    keep_freed()  # as ranks do
     for name in RANK_MODULES:
         import_module(name)
     load_model("gpt2").cut()  # ranks cut their model, which loads torch's tracing too
@@ -142,12 +143,6 @@ class _Trained:
         grown = _resident_bytes() - before
         del in_flight
         return max(0.0, grown / sum(kept.values()) - 1)
-
-
-def give_back() -> None:
-    """Return to the system what glibc keeps of freed memory; it would count as resident."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _resident_bytes() -> int:

@@ -40,6 +40,7 @@ from planner.executor.train.training import Trainer
 from planner.spec.document import read
 from planner.spec.measured import MeasuredRun, Segment
 from planner.spec.plan import Plan
+from profiler.allocator import keep_freed
 from profiler.float8 import check_float8
 from profiler.float8_product import remark
 from profiler.models import ModelSource, load_model
@@ -104,6 +105,8 @@ class Executor:
         _check_loss(self.plan, self.source, loss)
         given = None if weights is None else Weights(weights)
         self.device = choose_device(device)
+        if self.device.type == "cpu":
+            keep_freed()
         if deterministic:
             _be_deterministic()
         now("while it joined the process group")
@@ -184,7 +187,8 @@ class Executor:
             if checkpoints is not None and (resumed := keeper.resume()):
                 check_steps_left(checkpoints.directory, resumed, steps)
                 first = resumed
-        reset_peak(self.device)
+        if not self.trained:  # else pages that are given back would have to be asked for again
+            reset_peak(self.device)
         with (
             _reporter(self.mesh.rank == 0, metrics, on_step, first) as report,
             nullcontext(asked_to_stop) if keeper is None or asked_to_stop is not None else StopRequest() as asked,

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from profiler.measure_memory import STATUS, give_back, proc_bytes
+from profiler.allocator import give_back
+from profiler.measure_memory import STATUS, proc_bytes
 
 KIBIBYTE = 1024
 CPU_ALLOCATOR = re.compile(r"you tried to allocate (\d+) bytes")
