@@ -2,9 +2,10 @@
 
 All on this machine and in one run. Shared machines change their speed within seconds, by more than the targets allow:
 so our steps and the hand-written ones take turns, step by step, and the median of the pairs' ratios counts (the middle
-half of them stands beside it). The steps come in blocks, and the profile and the links that predictions are made from
-are measured anew before and after every block. A block's steps are held against the mean of the two, and the median of
-the blocks counts. Reading samples is no part of our step's seconds, as the hand-written step has its samples ready.
+half of them stands beside it). The steps come in short blocks, and the profile that predictions are made from is
+measured anew before and after every block, while the ranks sleep. A block's steps are held against the mean of the two,
+and the median of the blocks counts (the middle half beside it). Reading samples is no part of our step's seconds, as
+the hand-written step has its samples ready.
 ``--json`` prints one JSON object.
 """
 
@@ -14,23 +15,18 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, pairwise
-from pathlib import Path
 from typing import Any
 
+from benchmarks.executor_launch import Ranks
 from benchmarks.executor_model import LENGTH
 from planner.search import make_request, plan_layout
 from planner.spec import Cluster, Infeasible, Job, Link, ModelProfile, NodeGroup, Plan, PredictionLayout
 from profiler.cores import available_cores
 from profiler.links import LinkOptions, launch_links
-from profiler.measure import TIME_BUDGET_SECONDS
 from profiler.measure import profile as measure
-from profiler.measure_load import threads_per_rank
 from profiler.models import load_model
 
 MODEL = "benchmarks.executor_model:small"
@@ -38,6 +34,8 @@ GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE = 8, 1
 RANKS = 2
 BUSY_LOAD = 0.5
 """Processes that want a core, on average over a minute: more, and the figures are those of a busy machine."""
+BUDGET_SECONDS, QUICK_SECONDS = 4.0, 1.0
+"""Of every profile: short, so that the machine has little time to change its speed before the steps."""
 OFF, SLOWER = 0.10, 0.02
 """Targets: a step within 10 % of its prediction, and never slower than the hand-written one by more than 2 %."""
 
@@ -55,7 +53,7 @@ class Row:
     ours_to_predicted: float
     """The median of the blocks, each to the mean of the predictions around it."""
     ours_to_predicted_range: tuple[float, float]
-    """Of the blocks."""
+    """The middle half of the blocks."""
     ours_to_stock: float
     ours_to_stock_range: tuple[float, float]
     """The middle half of the pairs of steps."""
@@ -83,12 +81,24 @@ def layouts(ranks: int) -> dict[str, PredictionLayout]:
     return {name: PredictionLayout(micro_batch_size=MICRO_BATCH_SIZE, **split) for name, split in splits.items()}
 
 
+def measured_link(ranks: int, *, quick: bool) -> Link:
+    """Between the ranks of this machine."""
+    options = LinkOptions(max_bytes=1 << 16, repeats=1, slowdowns=False) if quick else LinkOptions(max_bytes=1 << 24)
+    link = launch_links(ranks, options).intra_node
+    assert link is not None
+    return link
+
+
 def plans(
-    model: str, ranks: int, *, quick: bool, splits: Mapping[str, PredictionLayout] | None = None
+    model: str, link: Link, ranks: int, *, budget_seconds: float, splits: Mapping[str, PredictionLayout] | None = None
 ) -> dict[str, Plan]:
-    """Every split with its prediction, from a profile and links that are measured now.
+    """Every split with its prediction, from a profile that is measured now.
 
     Args:
+        model: reference of the model.
+        link: between the ranks.
+        ranks: of every split.
+        budget_seconds: for the profile.
         splits: instead of `layouts`; those that name their layers per stage keep them.
     """
     profile = measure(
@@ -96,23 +106,23 @@ def plans(
         sequence_lengths=(LENGTH,),
         micro_batch_sizes=(MICRO_BATCH_SIZE,),
         concurrency=ranks,
-        time_budget_seconds=1.0 if quick else TIME_BUDGET_SECONDS,
+        time_budget_seconds=budget_seconds,
     )
-    options = LinkOptions(max_bytes=1 << 16, repeats=1, slowdowns=False) if quick else LinkOptions(max_bytes=1 << 24)
-    link = launch_links(ranks, options).intra_node
-    assert link is not None
     return {name: planned(profile, link, ranks, layout) for name, layout in (splits or layouts(ranks)).items()}
 
 
-def predicted_again(model: str, ranks: int, found: Mapping[str, Plan], *, quick: bool) -> dict[str, float]:
-    """Step seconds of the same stages, from a profile and links that are measured now."""
+def predicted_again(
+    model: str, link: Link, ranks: int, found: Mapping[str, Plan], *, budget_seconds: float
+) -> dict[str, float]:
+    """Step seconds of the same stages, from a profile that is measured now."""
     same = {
         name: PredictionLayout(
             **plan.layout.model_dump(), layers_per_stage=tuple(len(stage.layers) for stage in plan.stages)
         )
         for name, plan in found.items()
     }
-    return {name: plan.prediction.step_seconds for name, plan in plans(model, ranks, quick=quick, splits=same).items()}
+    again = plans(model, link, ranks, budget_seconds=budget_seconds, splits=same)
+    return {name: plan.prediction.step_seconds for name, plan in again.items()}
 
 
 def planned(profile: ModelProfile, link: Link, ranks: int, layout: PredictionLayout) -> Plan:
@@ -126,20 +136,6 @@ def planned(profile: ModelProfile, link: Link, ranks: int, layout: PredictionLay
     return found
 
 
-def measured(model: str, found: Sequence[Plan], ranks: int, rounds: int, steps: int) -> list[dict[str, Any]]:
-    """Seconds of all kinds by plan, from one launch of torchrun."""
-    with tempfile.TemporaryDirectory(prefix="planner-benchmark-") as name:
-        output, paths = Path(name) / "rows.json", []
-        for index, plan in enumerate(found):
-            paths.append(Path(name) / f"plan-{index}.json")
-            paths[-1].write_text(plan.model_dump_json(by_alias=True), encoding="utf-8")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command += ["-m", "benchmarks.executor_ranks", model, str(output), str(rounds), str(steps), *map(str, paths)]
-        subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": str(threads_per_rank(ranks))}, check=True)
-        rows: list[dict[str, Any]] = json.loads(output.read_text(encoding="utf-8"))
-        return rows
-
-
 def row(name: str, predicted: Sequence[float], blocks: Sequence[dict[str, Any]]) -> Row:
     """Medians and ratios of one split.
 
@@ -150,10 +146,10 @@ def row(name: str, predicted: Sequence[float], blocks: Sequence[dict[str, Any]])
     """
     by_kind = [[found["seconds"][kind] for found in blocks] for kind in ("ours", "stock", "one process")]
     ours, stock, single = (list(chain.from_iterable(each)) for each in by_kind)
-    promised = [
+    promised = sorted(
         statistics.median(seconds) / statistics.mean(around)
         for seconds, around in zip(by_kind[0], pairwise(predicted), strict=True)
-    ]
+    )
     ratios = sorted(mine / theirs for mine, theirs in zip(ours, stock, strict=True))
     losses = [loss for found in blocks for loss in found["losses"].values()]
     return Row(
@@ -163,9 +159,9 @@ def row(name: str, predicted: Sequence[float], blocks: Sequence[dict[str, Any]])
         stock_seconds=statistics.median(stock),
         single_seconds=statistics.median(single),
         ours_to_predicted=statistics.median(promised),
-        ours_to_predicted_range=(min(promised), max(promised)),
+        ours_to_predicted_range=_middle(promised),
         ours_to_stock=statistics.median(ratios),
-        ours_to_stock_range=(ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]),
+        ours_to_stock_range=_middle(ratios),
         speed_up=statistics.median(single) / statistics.median(ours),
         loss_difference=max(losses) - min(losses),
     )
@@ -188,6 +184,11 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def _middle(ratios: Sequence[float]) -> tuple[float, float]:
+    """Where the middle half of sorted ratios begins and ends."""
+    return ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
+
+
 def _spread(ratio: float, extremes: tuple[float, float]) -> str:
     return f"{ratio:.3f} ({extremes[0]:.3f} .. {extremes[1]:.3f})"
 
@@ -197,23 +198,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.executor", description="Hold our training step to its promises.")
     parser.add_argument("--model", default=MODEL, help=f"package.module:callable of a chain of modules ({MODEL})")
     parser.add_argument("--ranks", type=int, default=RANKS, help=f"at most one per core ({RANKS})")
-    parser.add_argument("--blocks", type=int, default=3, help="of rounds, between two predictions each (3)")
-    parser.add_argument("--rounds", type=int, default=3, help="of a block, each ends with a step of one process (3)")
-    parser.add_argument("--steps", type=int, default=5, help="of ours and of the stock's in a round, in turn (5)")
+    parser.add_argument("--blocks", type=int, default=8, help="of steps, between two predictions each (8)")
+    parser.add_argument("--steps", type=int, default=3, help="of ours and of the stock's in a block, in turn (3)")
     parser.add_argument("--quick", action="store_true", help="measure profile and links briefly, to try it")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     chosen = parser.parse_args(arguments)
     if not 2 <= chosen.ranks <= max(available_cores(), 2):
         parser.error(f"{chosen.ranks} ranks on {available_cores()} cores: give 2 or more, and at most one per core")
-    if min(chosen.blocks, chosen.rounds, chosen.steps) < 1:
-        parser.error("--blocks, --rounds and --steps are at least 1")
+    if min(chosen.blocks, chosen.steps) < 1:
+        parser.error("--blocks and --steps are at least 1")
     load = os.getloadavg()[0]
-    found = plans(chosen.model, chosen.ranks, quick=chosen.quick)
-    predicted = [{name: plan.prediction.step_seconds for name, plan in found.items()}]
-    blocks = []
-    for _ in range(chosen.blocks):
-        blocks.append(measured(chosen.model, list(found.values()), chosen.ranks, chosen.rounds, chosen.steps))
-        predicted.append(predicted_again(chosen.model, chosen.ranks, found, quick=chosen.quick))
+    model, ranks, budget = chosen.model, chosen.ranks, QUICK_SECONDS if chosen.quick else BUDGET_SECONDS
+    link = measured_link(ranks, quick=chosen.quick)
+    found = plans(model, link, ranks, budget_seconds=budget)
+    blocks, predicted = [], []
+    with Ranks(model, list(found.values()), ranks) as launched:
+        launched.block(1)  # warms up
+        predicted.append(predicted_again(model, link, ranks, found, budget_seconds=budget))
+        for _ in range(chosen.blocks):
+            blocks.append(launched.block(chosen.steps))
+            predicted.append(predicted_again(model, link, ranks, found, budget_seconds=budget))
     rows = [
         row(name, [each[name] for each in predicted], [each[index] for each in blocks])
         for index, name in enumerate(found)

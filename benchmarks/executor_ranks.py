@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.executor_launch import POLL_SECONDS, STOP, request_path, rows_path, write_whole
 from benchmarks.executor_model import LENGTH
 from planner.executor import Executor
 from planner.executor.checkpoint.materialise import materialise
@@ -141,9 +143,8 @@ class Turns:
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {}
-        """By kind: of every step but the first, which warms up."""
         self.losses: dict[str, float] = {}
-        """By kind: of the first step."""
+        """By kind: of the first step of all."""
 
     def time(self, kind: str, step: Step, *, alone: bool = False) -> None:
         """One step; a collective call of all ranks. `alone`: on rank 0, with all cores, while the others wait."""
@@ -163,10 +164,7 @@ class Turns:
 
     def count(self, kind: str, seconds: float) -> None:
         """One more step of a kind."""
-        if kind in self.seconds:
-            self.seconds[kind].append(seconds)
-        else:
-            self.seconds[kind] = []
+        self.seconds.setdefault(kind, []).append(seconds)
 
 
 def _mean(loss: torch.Tensor | None) -> float:
@@ -176,41 +174,60 @@ def _mean(loss: torch.Tensor | None) -> float:
     return float(pair[0] / pair[1])
 
 
-def compare(plan: Plan, source: ModelSource, rounds: int, steps: int) -> dict[str, Any]:
-    """Seconds and first losses of the three kinds, on one plan."""
-    executor = Executor(plan, source, data="synthetic", seed=0, learning_rate=LEARNING_RATE, device="cpu")
-    by_hand, turns = Handwritten(plan, source), Turns()
-    single = OneProcess(plan, source) if dist.get_rank() == 0 else None
-    kinds: tuple[Callable[[], None], ...] = (
-        lambda: _ours(executor, turns),
-        lambda: turns.time("stock", by_hand.step),
-    )
-    for number in range(rounds * steps + 1):
-        for kind in kinds if number % 2 else reversed(kinds):  # neither always comes after the single process
-            kind()
-        if number % steps == 0:
-            turns.time("one process", single.step if single is not None else _nothing, alone=True)
-    return {"seconds": turns.seconds, "losses": turns.losses}
+class Comparison:
+    """One plan, by all three kinds of step."""
 
+    def __init__(self, plan: Plan, source: ModelSource) -> None:
+        self._executor = Executor(plan, source, data="synthetic", seed=0, learning_rate=LEARNING_RATE, device="cpu")
+        self._by_hand = Handwritten(plan, source)
+        self._single = OneProcess(plan, source) if dist.get_rank() == 0 else None
+        self._turns = Turns()
 
-def _ours(executor: Executor, turns: Turns) -> None:
-    measured = executor.train(executor.trained + 1)
-    turns.losses.setdefault("ours", measured.losses[0])
-    turns.count("ours", measured.step_seconds[0])
+    def block(self, steps: int) -> dict[str, Any]:
+        """Seconds of so many steps of ours and of the hand-written one, in turn, and of one of one process; the first
+        of each kind warms up and is not told, here and in every block, since other work came between."""
+        self._turns.seconds.clear()
+        kinds: tuple[Callable[[], None], ...] = (self._ours, lambda: self._turns.time("stock", self._by_hand.step))
+        alone = _nothing if self._single is None else self._single.step
+        for _ in range(2):
+            self._turns.time("one process", alone, alone=True)
+        for number in range(steps + 1):
+            for kind in kinds if number % 2 else reversed(kinds):
+                kind()
+        seconds = {kind: found[1:] for kind, found in self._turns.seconds.items()}
+        return {"seconds": seconds, "losses": self._turns.losses}
+
+    def _ours(self) -> None:
+        measured = self._executor.train(self._executor.trained + 1)
+        self._turns.losses.setdefault("ours", measured.losses[0])
+        self._turns.count("ours", measured.step_seconds[0])
 
 
 def _nothing() -> None:
     """What the other ranks do while one works."""
 
 
+def _request(path: Path) -> str:
+    """What the launcher asks for next."""
+    while not path.exists():
+        time.sleep(POLL_SECONDS)
+    return path.read_text(encoding="utf-8")
+
+
 def main(arguments: Sequence[str]) -> None:
-    """``MODEL OUTPUT ROUNDS STEPS PLAN...``: rank 0 writes one row per plan."""
-    model, output, rounds, steps, *paths = arguments
+    """``MODEL FOLDER PLAN...``: block by block, as the launcher asks; rank 0 writes one row per plan."""
+    model, name, *paths = arguments
+    folder = Path(name)
     dist.init_process_group("gloo")
     source = load_model(model)
-    rows = [compare(read(Plan, path), source, int(rounds), int(steps)) for path in paths]
-    if dist.get_rank() == 0:
-        Path(output).write_text(json.dumps(rows), encoding="utf-8")
+    compared = [Comparison(read(Plan, path), source) for path in paths]
+    for block in count():
+        asked = _request(request_path(folder, block))
+        if asked == STOP:
+            break
+        rows = [each.block(int(asked)) for each in compared]
+        if dist.get_rank() == 0:
+            write_whole(rows_path(folder, block), json.dumps(rows))
     dist.destroy_process_group()
 
 
