@@ -99,7 +99,8 @@ class LayoutCosts:
 
     @cached_property
     def gathered_bytes(self) -> int:
-        """ZeRO 3: the largest layer's parameters, gathered, and those that are being gathered beside it (T6)."""
+        """ZeRO 3: the largest layer's parameters, gathered, and those that are being gathered beside it (T6); ZeRO 2
+        and 3: its gradients, and those that are being scattered beside it."""
         return _gathered_bytes(self.layout, [self.layers[first] for first, _ in self.kinds])
 
     def boundary_bytes(self, last_layer: int) -> int:
@@ -204,8 +205,8 @@ def _longest(options: Mapping[RecomputeMode, LayerCost]) -> int:
 
 
 def _gathered_bytes(layout: Layout, layers: Iterable[Mapping[RecomputeMode, LayerCost]]) -> int:
-    """Of two layers that ZeRO 3 gathers, the largest."""
-    if layout.zero_stage < 3:
+    """Of two layers that ZeRO 2 scatters or ZeRO 3 gathers, the largest."""
+    if layout.zero_stage < 2:
         return 0
     return 2 * max(next(iter(options.values())).gathered_bytes for options in layers)
 

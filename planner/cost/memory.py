@@ -15,7 +15,9 @@
                 stage's input, one per direction
                 with sequence chunks a unit holds its share of that, rounded up; and as much as attention reads and
                 writes once more, for keys and values, and their gradients, stand whole from the first chunk on
-(M3)  temp(s) = largest temporary of a layer of the stage; ZeRO 3: and the gathered parameters of two layers
+(M3)  temp(s) = largest temporary of a layer of the stage; ZeRO 3: and the gathered parameters of two layers, one that
+                runs and one that is gathered beside it; ZeRO 2 and 3, in the executor: and the whole gradients of two,
+                one whose backward fills them and one whose are being scattered
 (M4)  peak(s) = OGP + act + temp + reserved      reserved: context, communicators, code of the process
       what is offloaded to the host's memory: equations (O2) to (O4) and (O6) to (O8) of planner.cost.offload
 (M5)  the saved activations and temporaries of a layer are its rows' times 1 + the device's allocation_overhead

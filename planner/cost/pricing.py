@@ -75,7 +75,8 @@ class LayerCost(NamedTuple):
     gradients_bytes: int
     optimizer_bytes: int
     gathered_bytes: int
-    """Whole parameters, while the layer runs under ZeRO 3."""
+    """Whole parameters, while the layer runs under ZeRO 3; under ZeRO 2 and 3 whole gradients, until they are
+    scattered."""
     output_bytes: int
     model_flops: int
     """Forward and backward without recomputation, on one rank."""
@@ -142,8 +143,6 @@ class _Whole:
     parameters_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
-    computed_bytes: int
-    """Of the parameters, as forward and backward take them."""
     update_seconds: float
     """Equation (T3)."""
 
@@ -271,10 +270,17 @@ class LayerPricing:
             parameters_bytes=self._sharded(whole.parameters_bytes, held.elements, held.experts, zero >= 3),
             gradients_bytes=self._sharded(whole.gradients_bytes, *trained, zero >= 2),
             optimizer_bytes=self._sharded(whole.optimizer_bytes, *trained, zero >= 1),
-            gathered_bytes=whole.computed_bytes if zero >= 3 else 0,
+            gathered_bytes=self._gathered_bytes(held),
             output_bytes=plain.output_bytes,
             model_flops=plain.forward_flops + plain.backward_input_flops + plain.backward_weight_flops,
         )
+
+    def _gathered_bytes(self, held: Held) -> int:
+        """Of the layer, while it runs: equation (M3)."""
+        zero = self.layout.zero_stage
+        parameters = held.elements * self._computed_bytes if zero >= 3 else 0
+        is_scattered = zero >= 2 and self.work.framework.scatters_layers
+        return parameters + (held.trained * self.work.recipe.gradient_bytes if is_scattered else 0)
 
     def _whole(self) -> _Whole:
         key = (id(self.plain), self.layer.parameters, self.layer.frozen_parameters)
@@ -288,7 +294,6 @@ class LayerPricing:
                 parameters_bytes=held.elements * ogp.parameter_bytes,
                 gradients_bytes=count.elements * ogp.gradient_bytes,
                 optimizer_bytes=ogp.optimizer_bytes(count),
-                computed_bytes=held.elements * self._computed_bytes,
                 update_seconds=self._moving_seconds(count) + self._muon_seconds(),
             )
         return found

@@ -95,6 +95,9 @@ class Framework:
     accumulates_whole: bool = False
     """ZeRO 3 with several micro-batches: every rank adds up whole gradients in fp32, which are scattered once per step
     (FSDP2's set_requires_gradient_sync(False))."""
+    scatters_layers: bool = False
+    """ZeRO 2 and 3: the backward fills a layer's gradients whole, while those of the layer behind it are scattered;
+    what other frameworks keep so is among what is fitted of them."""
     copied_gradient_bytes: int = 0
     """Per parameter, of copies that the reduction makes of gradients in half precision, whole at any ZeRO stage."""
     steps_in_backward: bool = False
@@ -139,7 +142,11 @@ class Framework:
 
 
 _ALL = (
-    Framework("planner", "planner.executor: DistributedDataParallel-like buckets after the backward, torch kernels"),
+    Framework(
+        "planner",
+        "planner.executor: DistributedDataParallel-like buckets after the backward, torch kernels",
+        scatters_layers=True,
+    ),
     Framework(
         "megatron-lm",
         "NVIDIA/Megatron-LM before Megatron-Core: fused softmax, bias-GELU and bias-dropout-add, local DDP",

@@ -117,7 +117,8 @@ class MemoryCheck:
         return [0, *self._outputs[:-1], 0]
 
     def _temporary(self) -> int:
-        """Equation (M3); under ZeRO 3 one layer is gathered while another runs. Offloaded: (O3) and (O6)."""
+        """Equation (M3); under ZeRO 3 one layer is gathered, and under ZeRO 2 and 3 the gradients of one are scattered,
+        while another runs. Offloaded: (O3) and (O6)."""
         prices, layout = self.prices, self.prices.facts.layout
         mine = [price for stage in self.held for price in self._layers(stage)]
         largest = max(

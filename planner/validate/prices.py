@@ -62,7 +62,7 @@ class LayerPrice:
     gathered_backward: int
     """ZeRO 3: the parameters again; ZeRO 2 and 3: the gradients scattered."""
     gathered_bytes: int
-    """ZeRO 3: the parameters, whole."""
+    """ZeRO 3: the parameters, whole; ZeRO 2 and 3: and the gradients."""
     state: StateBytes
     saved_bytes: int
     """Activations as they stand on the device."""
@@ -208,7 +208,7 @@ class Prices:
             update=self._update(plain, held) + self._copied(2 * state.optimizer, "optimizer_offload"),
             gathered_forward=gather,
             gathered_backward=scatter + (gather if _goes_back(plain) else 0),
-            gathered_bytes=held.elements * self._ogp.parameter_bytes if self.facts.layout.zero_stage == 3 else 0,
+            gathered_bytes=self._whole_bytes(held),
             state=state,
             saved_bytes=saved_bytes,
             copied=self._copied(saved_bytes, "activation_offload"),
@@ -328,6 +328,12 @@ class Prices:
         """Does ZeRO divide parameters, gradients and optimizer states (Rajbhandari et al. 2020)?"""
         zero = self.facts.layout.zero_stage
         return zero >= 3, zero >= 2, zero >= 1
+
+    def _whole_bytes(self, held: HeldParameters) -> int:
+        """What is otherwise shared out, and stands whole while the layer runs: equation (M3)."""
+        parameters, gradients, _ = self._is_sharded()
+        whole = held.elements * self._ogp.parameter_bytes * parameters
+        return whole + held.count.elements * self._ogp.gradient_bytes * gradients
 
     def _state(self, held: HeldParameters) -> StateBytes:
         """Equations (M1) and (T8): parameters of all, gradients and states of what is trained."""

@@ -47,13 +47,13 @@ def test_states_are_those_of_what_is_trained(optimizer: str) -> None:
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_only_trained_parameters_are_summed(zero: int) -> None:
     """Over two replicas: gradients and, with ZeRO, what is updated. ZeRO 3 shares frozen parameters out too, and
-    gathers them with the others, forward and backward."""
+    gathers them with the others, forward and backward; no gradient of theirs stands whole."""
     split: dict[str, Any] = {"data_parallel_degree": 2, "zero_stage": zero}
     mixed, trained, whole = _one(FROZEN, **split), _one(0, TRAINED, **split), _one(0, **split)
     for name in ("reduction_ticks", "update_ticks", "gradients_bytes", "optimizer_bytes"):
         assert getattr(mixed, name) == getattr(trained, name), name
-    for name in ("parameters_bytes", "gathered_bytes"):
-        assert getattr(mixed, name) == getattr(whole, name), name
+    assert mixed.parameters_bytes == whole.parameters_bytes
+    assert mixed.gathered_bytes == whole.gathered_bytes - (2 * FROZEN if zero >= 2 else 0)  # bf16 gradients
     scattered = 10_000 * TRAINED // WHOLE if zero >= 2 else 0  # 10 us of 10^6 elements
     gathered = 2 * 10_000 if zero == 3 else 0
     assert mixed.gather_ticks == scattered + gathered

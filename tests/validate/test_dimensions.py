@@ -97,7 +97,7 @@ CASES = {
             "parameters_bytes": 2 * LAYERS * ELEMENTS,
             "gradients_bytes": 2 * LAYERS * ELEMENTS // 4,
             "optimizer_bytes": 12 * LAYERS * ELEMENTS // 4,
-            "temporary_bytes": 0,
+            "temporary_bytes": 2 * 2 * ELEMENTS,  # gradients of two layers, whole
         },
     ),
     "ZeRO 3": Case(
@@ -107,7 +107,7 @@ CASES = {
             "parameters_bytes": 2 * LAYERS * ELEMENTS // 4,
             "gradients_bytes": 2 * LAYERS * ELEMENTS // 4,
             "optimizer_bytes": 12 * LAYERS * ELEMENTS // 4,
-            "temporary_bytes": 2 * 2 * ELEMENTS,
+            "temporary_bytes": 2 * (2 + 2) * ELEMENTS,
         },
     ),
     "hybrid sharding": Case(
@@ -121,7 +121,7 @@ CASES = {
             "parameters_bytes": 2 * LAYERS * ELEMENTS // 2,
             "gradients_bytes": 2 * LAYERS * ELEMENTS // 2,
             "optimizer_bytes": 12 * LAYERS * ELEMENTS // 2,
-            "temporary_bytes": 2 * 2 * ELEMENTS,
+            "temporary_bytes": 2 * (2 + 2) * ELEMENTS,
         },
     ),
     "hybrid sharding with experts": Case(

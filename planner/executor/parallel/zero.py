@@ -268,11 +268,11 @@ class _Scattered:
         self._send(unit)
 
     def _send(self, unit: Unit) -> None:
+        self._settle()  # first, so that the gradients of two layers stand whole at most, equation (M3)
         if unit.full_gradient is not None:
             mine, whole = unit.gradient, unit.full_gradient
         else:
             mine, whole = torch.empty_like(unit.gradient), unit.take_gradients()
-        self._settle()
         work = reduce_scatter(mine, whole, group=unit.group, async_op=True)
         self._pending = (unit, mine, whole, work, self._at_once or unit.stage in self.armed)
 

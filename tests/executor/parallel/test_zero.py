@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -102,6 +103,26 @@ def test_stage_three_holds_two_layers(group: dist.ProcessGroup) -> None:
     shards.publish()
     assert all(layer[0].weight.untyped_storage().size() == 0 for layer in model)
     assert shards.parameters_bytes == 4 * LAYERS * (WIDTH + 1) * WIDTH
+
+
+@pytest.mark.parametrize("level", [2, 3])
+def test_gradients_of_two_layers_stand_whole(
+    level: int, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer's are copied to be scattered only when those of the one behind it have been let go: (M3)."""
+    taken: list[weakref.ref[torch.Tensor]] = []
+    take = Unit.take_gradients
+
+    def watched(unit: Unit) -> torch.Tensor:
+        assert all(each() is None for each in taken)
+        whole = take(unit)
+        taken.append(weakref.ref(whole))
+        return whole
+
+    monkeypatch.setattr(Unit, "take_gradients", watched)
+    model = _model()
+    _backward(_sharded(model, level, group), model, torch.randn(3, WIDTH))
+    assert len(taken) == LAYERS
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])

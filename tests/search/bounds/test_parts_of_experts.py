@@ -16,7 +16,7 @@ from planner.spec import Cluster, Job, ModelProfile, NodeGroup
 from planner.spec.layout import PredictionLayout, RecomputeWord, ZeroStage
 from profiler.counted import counted_profile
 
-DEVICE = "h100-sxm5-80gb"
+DEVICE = "h200-sxm-141gb"
 DEVICES_PER_NODE, DEVICES, SAMPLES = 8, 248, 2048
 TENSOR, PIPELINE, EXPERT, MICRO_BATCH = 1, 31, 8, 1
 ORDERS: tuple[tuple[str, int, RecomputeWord], ...] = (

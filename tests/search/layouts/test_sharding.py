@@ -15,8 +15,8 @@ from planner.spec import Layout, ModelProfile, Plan
 from planner.validate import check
 from tests.builders import cluster, job, layer, link, profile, request
 
-ELEMENTS = 1_000_000
-MODEL = profile(layer(parameters=ELEMENTS, activation=1000, optimizer=1e-4) * 4)
+ELEMENTS = 500_000
+MODEL = profile(layer(parameters=ELEMENTS, activation=500, optimizer=5e-5) * 8)
 SLOW = {"nodes": 2, "inter": link(1e7, 1e-5)}
 
 
@@ -63,8 +63,8 @@ def test_dominated_groups_are_left_out() -> None:
 
 
 def test_smaller_groups_than_do_not_fit_are_not_priced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight ranks hold 8 MB each and 4 MB gathered, groups of four do not fit: those of two are not looked at. With
-    shared parameters, of which a few bytes may be spared, all are."""
+    """Eight ranks hold 8 MB each, and 4 MB of two layers whole; groups of four do not fit: those of two are not
+    looked at. With shared parameters, of which a few bytes may be spared, all are."""
     priced: list[tuple[int, int | None]] = []
 
     def price(work: Workload, layout: Layout) -> LayoutCosts:
@@ -75,6 +75,6 @@ def test_smaller_groups_than_do_not_fit_are_not_priced(monkeypatch: pytest.Monke
     assert opened(13_000_000) == [(3, None)]
     assert priced == [(0, None), (1, None), (2, None), (3, None), (3, 4)]
     priced.clear()
-    block = layer(parameters=ELEMENTS, activation=1000, optimizer=1e-4)
-    opened(13_000_000, profile(block * 4, shared=[((0, 1), 1000)]))
+    block = layer(parameters=ELEMENTS, activation=500, optimizer=5e-5)
+    opened(13_000_000, profile(block * 8, shared=[((0, 1), 1000)]))
     assert len(priced) == 1 + 3 * 3
