@@ -145,11 +145,17 @@ class Ranks:
             lies = ogp[:, layer, None]
             rate = self.rates[layer] / units
             work = self.work[layer] + (lies + units * self.activation_bytes[layer]) * rate
-            in_time = np.minimum(left / max(1.0, self.work[layer]), (left + room * rate) / np.maximum(1.0, work))
-            in_room = room / np.maximum(1.0, lies + units * self.leanest_bytes[layer])
+            in_time = np.minimum(_times(left, self.work[layer]), _times(left + room * rate, work))
+            in_room = _times(room, lies + units * self.leanest_bytes[layer])
             most = np.clip(np.floor(np.minimum(in_time, in_room) * _MORE), 0, count)
             found |= np.where(rank < ranks, most, 0).sum(axis=1) < count
         return found
+
+
+def _times(whole: Floats | float, part: Floats | float) -> Floats:
+    """How often the part goes into the whole: what is nothing, without end."""
+    whole, part = np.broadcast_arrays(np.asarray(whole, dtype=np.float64), np.asarray(part, dtype=np.float64))
+    return np.divide(whole, part, out=np.full(part.shape, np.inf), where=part > 0)
 
 
 def _fits(needed_bytes: Floats, room_bytes: float, lasting: Floats, ticks: Floats) -> Mask:

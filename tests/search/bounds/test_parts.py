@@ -86,6 +86,20 @@ def test_memory_and_time_bound_what_the_work_does_not() -> None:
     assert seconds(1_100_000) > 1.2 * seconds(30_000_000)
 
 
+def test_layers_of_no_bytes_need_no_room() -> None:
+    """Devices whose process fills them hold any number of them: the bound of (K16) counted none, and was above the
+    step."""
+    model = profile(layer(parameters=0, optimizer=0.0, activation=0, output=0) * 2)
+    machines, step = cluster(2, memory_bytes=1000, reserved_bytes=1000), job(2, pipeline_parallel_degree=2)
+    found = plan(request(model, machines, step), model)
+    assert isinstance(found, Plan)
+    (whole,) = parts_of(machines)[-1:]
+    bounds, ticks = PartBounds(workload(model, machines, step), [whole]), found.prediction.step_seconds / TICK_SECONDS
+    bounds.raised_to([2 * ticks])
+    families = bounds.of_part(whole)
+    assert families[_family(found.layout)][0, _class(found.layout)] <= round(ticks)
+
+
 def test_layers_that_stand_deep_hold_more() -> None:
     """Where the first ranks have to recompute, but all ranks together would not, (K13) tells more than (K9)."""
     model = profile(layer(activation=1_000_000, kept=100_000, modes=("none", "full")) * 16)
