@@ -199,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default=MODEL, help=f"package.module:callable of a chain of modules ({MODEL})")
     parser.add_argument("--ranks", type=int, default=RANKS, help=f"at most one per core ({RANKS})")
     parser.add_argument("--blocks", type=int, default=8, help="of steps, between two predictions each (8)")
-    parser.add_argument("--steps", type=int, default=3, help="of ours and of the stock's in a block, in turn (3)")
+    parser.add_argument("--steps", type=int, default=4, help="of ours and of the stock's in a block, in turn (4)")
     parser.add_argument("--quick", action="store_true", help="measure profile and links briefly, to try it")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     chosen = parser.parse_args(arguments)
