@@ -155,7 +155,8 @@ class Ranks:
 def _times(whole: Floats | float, part: Floats | float) -> Floats:
     """How often the part goes into the whole: what is nothing, without end."""
     whole, part = np.broadcast_arrays(np.asarray(whole, dtype=np.float64), np.asarray(part, dtype=np.float64))
-    return np.divide(whole, part, out=np.full(part.shape, np.inf), where=part > 0)
+    found: Floats = np.divide(whole, part, out=np.full(part.shape, np.inf), where=part > 0)
+    return found
 
 
 def _fits(needed_bytes: Floats, room_bytes: float, lasting: Floats, ticks: Floats) -> Mask:
