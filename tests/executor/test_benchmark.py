@@ -44,20 +44,7 @@ def test_all_kinds_do_the_same_work(capsys: pytest.CaptureFixture[str], monkeypa
     """The hand-written splits and the single process have our first loss, and everything was timed."""
     monkeypatch.setattr("benchmarks.executor.launch_links", known_links)
     monkeypatch.setattr("benchmarks.executor.measure", counted)
-    main(
-        [
-            "--model",
-            "benchmarks.executor_model:tiny",
-            "--quick",
-            "--blocks",
-            "1",
-            "--rounds",
-            "1",
-            "--steps",
-            "1",
-            "--json",
-        ]
-    )
+    main(["--model", "benchmarks.executor_model:tiny", "--quick", "--blocks", "1", "--steps", "1", "--json"])
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [each["name"] for each in rows] == ["pipeline 2, 1f1b", "pipeline 2, gpipe", "data 2"]
     for each in rows:
@@ -67,7 +54,7 @@ def test_all_kinds_do_the_same_work(capsys: pytest.CaptureFixture[str], monkeypa
         assert all(value > 0 for value in seconds)
 
 
-def test_ratios_are_medians_of_rounds_and_of_blocks() -> None:
+def test_ratios_are_medians_of_steps_and_of_blocks() -> None:
     """Where all were slow says nothing about their ratio; a block counts against the predictions around it."""
     seconds = {"ours": [1.0, 30.0, 1.1], "stock": [1.0, 30.0, 1.0], "one process": [2.0, 60.0, 2.2]}
     slow = {kind: [4 * each for each in values] for kind, values in seconds.items()}
