@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
@@ -32,6 +33,7 @@ from profiler.cut_layers import Flow, Run, find_atoms, find_runs, lineage, match
 from profiler.cut_prune import aliases, has_children, prune
 from profiler.cut_stage import GraphStage
 from profiler.cut_trace import Attribute, Shape, Step, Trace, UntraceableError, Value, trace
+from profiler.evaluating import evaluating
 from profiler.kinds import has_backward, name_kinds, signature
 from profiler.transformer_cut import meta_friendly
 
@@ -107,7 +109,7 @@ class Tracer:
     keywords: tuple[str, ...]
     probes: Probes
     atoms: dict[str, nn.Module] = field(default_factory=dict)
-    _flows: dict[tuple[Size, torch.dtype], Flow] = field(default_factory=dict)
+    _flows: dict[tuple[Size, torch.dtype, bool], Flow] = field(default_factory=dict)
     _opaque: set[str] = field(default_factory=set)
     _models: dict[torch.dtype, nn.Module] = field(default_factory=dict)
 
@@ -127,19 +129,26 @@ class Tracer:
         """Type of the model as it was given."""
         return dtype_of(self.model)
 
-    def flow(self, size: Size, dtype: torch.dtype | None = None) -> Flow:
+    def flow(self, size: Size, dtype: torch.dtype | None = None, *, evaluates: bool = False) -> Flow:
         """The traced run at this size and type.
 
+        Args:
+            evaluates: run it in evaluation mode (`nn.Module.eval`): what code between modules asks of `training`, as
+                functional dropout does, stands in the steps.
+
         Raises:
-            UnsupportedError: the model runs other steps at other sizes.
+            UnsupportedError: the model runs other steps at other sizes, or in evaluation.
         """
-        key = (size, dtype or self.dtype)
+        key = (size, dtype or self.dtype, evaluates)
         if key not in self._flows:
             settled = not self._flows  # by the run that the atoms were found in
-            found = Flow(self._trace(*key, self.atoms, settled=settled), frozenset(_parameters(self.model)))
+            with evaluating([self._in(key[1])]) if evaluates else nullcontext():
+                run = self._trace(*key[:2], self.atoms, settled=settled)
+            found = Flow(run, frozenset(_parameters(self.model)))
             first = next(iter(self._flows.values()), found)
             if [_title(step) for step in found.trace.steps] != [_title(step) for step in first.trace.steps]:
-                raise _refusal(self.model, "", f"runs other operations at micro-batch and sequence {size}")
+                where = "in evaluation" if evaluates else f"at micro-batch and sequence {size}"
+                raise _refusal(self.model, "", f"runs other operations {where}")
             self._flows[key] = found
         return self._flows[key]
 
@@ -149,7 +158,7 @@ class Tracer:
         while True:
             parts = {name: model.get_submodule(name) for name in _outermost((*atoms, *self._opaque))}
             try:
-                with meta_friendly():
+                with meta_friendly(), torch.enable_grad():  # shapes tell what carries gradients, whoever asks
                     return trace(model, cast_inputs(self.inputs(*size), dtype), self.keywords, parts, settled=settled)
             except UntraceableError as error:
                 if not error.scope or error.scope in parts:

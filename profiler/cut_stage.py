@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from planner.errors import UnsupportedError
 from profiler.cut import detachable
 from profiler.cut_layers import Flow, Run
 from profiler.cut_trace import Attribute, OwnDevice, Step, Value
@@ -139,12 +140,27 @@ class GraphStage:
 
     def _program(self, given: tuple[Tensor, ...]) -> _StageProgram:
         dtype = self._dtype(given)
-        key = (tuple(tuple(tensor.shape) for tensor in given), dtype)
+        evaluates = self._chain.tracer.model.training and not self._model.training
+        key = (tuple(tuple(tensor.shape) for tensor in given), dtype, evaluates)
         if key not in self._programs:
-            flow = self._chain.tracer.flow(self._chain.size_of(self._takes, key[0], dtype), dtype)
+            size = self._chain.size_of(self._takes, key[0], dtype)
+            flow = self._chain.tracer.flow(size, dtype, evaluates=evaluates)
+            if evaluates:
+                self._check_borders(flow, self._chain.tracer.flow(size, dtype))
             runs = [self._chain.runs[index] for index in self.layers]
             self._programs[key] = _StageProgram.of(flow, runs, self._takes(flow), self._gives(flow))
         return self._programs[key]
+
+    def _check_borders(self, evaluated: Flow, trained: Flow) -> None:
+        """Neighbours' buffers are for what the stage takes and gives in training."""
+        for values in (self._takes, self._gives):
+            if len(values(evaluated)) != len(values(trained)):
+                raise UnsupportedError(
+                    f"{type(self._model).__name__} hands {len(values(evaluated))} tensors from one stage to the next "
+                    f"in evaluation, and {len(values(trained))} in training.",
+                    field="model",
+                    mend="validate its checkpoints apart from the run, or plan with pipeline_parallel_degree 1.",
+                )
 
     def _dtype(self, given: tuple[Tensor, ...]) -> torch.dtype:
         for tensor in (*self._model.parameters(), *given):

@@ -26,13 +26,15 @@ from planner.cli.run_text import run_text
 from planner.cli.service import check_address, exchange
 from planner.errors import DocumentError, FinishedError, PlannerError, Problem, RunError
 from planner.executor.elastic.supervisor import DEFAULT_COOLDOWN_SECONDS, DEFAULT_RESTARTS, ElasticPolicy
-from planner.executor.settings import DEFAULT_GRACE_SECONDS, DEFAULT_KEEP
+from planner.executor.settings import DEFAULT_GRACE_SECONDS, DEFAULT_KEEP, DEFAULT_VALIDATION_STEPS
 from planner.executor.train.learning_rates import CONSTANT, SCHEDULES
 from planner.spec import MeasuredRun, Plan, read
 from planner.spec.units import percent
 
 WORKERS = ("output", "metrics")
 """Options that the ranks' own command takes too."""
+VALIDATION = ("validation_data", "validate_every", "validation_steps")
+"""Settings of what held-out samples are looked at."""
 LEARNING = (
     *("learning_rate", "learning_rate_schedule", "warmup_steps", "min_learning_rate", "decay_steps"),
     *("weight_decay", "beta1", "beta2", "epsilon", "momentum"),
@@ -52,6 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_option(
         parser, "--data", str, default="stdlib", metavar="D", help="stdlib, synthetic, a text file, or module:callable"
     )
+    _add_validation(parser)
     add_option(parser, "--loss", str, metavar="F", help="package.module:callable (default: by what the model takes)")
     add_option(parser, "--seed", whole_number, default=0, metavar="S", help="of weights and data")
     _add_learning(parser)
@@ -105,6 +108,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     _add_elastic(parser)
     add_json(parser, "print measured.json on stdout (on several nodes: the commands)")
+
+
+def _add_validation(parser: argparse.ArgumentParser) -> None:
+    """Of held-out samples."""
+    add_option(
+        parser, "--validation-data", str, metavar="D", help="held-out samples, likewise: their loss is taken at the end"
+    )
+    add_option(parser, "--validate-every", positive_int, metavar="N", help="with --validation-data: after N steps too")
+    add_option(
+        parser,
+        "--validation-steps",
+        positive_int,
+        default=DEFAULT_VALIDATION_STEPS,
+        metavar="K",
+        help="likewise: of the first K global batches",
+    )
 
 
 def _add_learning(parser: argparse.ArgumentParser) -> None:
@@ -274,7 +293,7 @@ def _train(plan: Plan, model: str, arguments: argparse.Namespace) -> MeasuredRun
 
 def _settings(model: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Fields of `planner.executor.settings.RunSettings`."""
-    names = ("steps", "data", "loss", "seed", "max_gradient_norm", "device", "weights", *LEARNING)
+    names = ("steps", "data", *VALIDATION, "loss", "seed", "max_gradient_norm", "device", "weights", *LEARNING)
     kept = ("deterministic", "checkpoint_dir", "checkpoint_every", "keep", "resume")
     given = {name: getattr(arguments, name) for name in (*names, *kept)}
     return {"model": model, "timeout_seconds": arguments.timeout, "grace_seconds": arguments.grace, **given}

@@ -17,7 +17,7 @@ def run_text(plan: Plan, measured: MeasuredRun) -> str:
     first, last = trained[min(trained)], trained[max(trained)]
     subject = f"{measured.model} by plan {measured.plan_id[:12]} on {measured.devices}"
     head = f"{bold('run')} {subject}, {counted(measured.steps, 'step')}"
-    parts = [head, f"{bold('loss')} {first:.4f} -> {last:.4f}"]
+    parts = [head, f"{bold('loss')} {first:.4f} -> {last:.4f}{_held_out(measured)}"]
     if plan.id == measured.plan_id:
         parts += [_speed(plan, measured), _memory(plan, measured)]
     else:
@@ -31,6 +31,12 @@ def run_text(plan: Plan, measured: MeasuredRun) -> str:
             "\n".join((bold("decisions"), *(f"  step {each.step}: {each.text}" for each in measured.decisions)))
         )
     return "\n\n".join(parts)
+
+
+def _held_out(measured: MeasuredRun) -> str:
+    """Of the last look at held-out samples."""
+    looks = measured.validation_losses[-1:]
+    return "".join(f", validation {each.loss:.4f} after step {each.step}" for each in looks)
 
 
 def _reference(measured: MeasuredRun) -> str:

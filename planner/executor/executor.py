@@ -26,7 +26,13 @@ from planner.executor.failures.unfinished import unfinished_run
 from planner.executor.parallel.mesh import build_mesh
 from planner.executor.pipeline.pieces import pieces_of
 from planner.executor.report import device_name, gather, rank_of
-from planner.executor.settings import DEFAULT_LEARNING_RATE, DEFAULT_TIMEOUT_SECONDS, CheckpointPolicy
+from planner.executor.settings import (
+    DEFAULT_LEARNING_RATE,
+    DEFAULT_TIMEOUT_SECONDS,
+    DEFAULT_VALIDATION_STEPS,
+    CheckpointPolicy,
+    ValidationPolicy,
+)
 from planner.executor.support import check_plan, check_started, check_world
 from planner.executor.train.data import DataSpec, has_own_targets, load_dataset
 from planner.executor.train.learning_rates import learning_rates
@@ -36,7 +42,9 @@ from planner.executor.train.metrics import Metrics
 from planner.executor.train.metrics_file import metrics_file
 from planner.executor.train.optimizer import COMPUTE_DTYPE
 from planner.executor.train.optimizer_options import DEFAULTS, OptimizerOptions
+from planner.executor.train.samples import Samples, told_as
 from planner.executor.train.training import Trainer
+from planner.executor.train.validation import Validation
 from planner.spec.document import read
 from planner.spec.measured import MeasuredRun, Segment
 from planner.spec.plan import Plan
@@ -46,6 +54,8 @@ from profiler.float8_product import remark
 from profiler.models import ModelSource, load_model
 from profiler.sequence import check_pieces
 
+VALIDATION_DATA = "validation_data"
+"""The option that errors of held-out samples name."""
 STOPPED_EARLY = "it was told to stop"
 """What `MeasuredRun.unfinished` tells of a run that was."""
 
@@ -129,6 +139,8 @@ class Executor:
                 fill=materialise if given is None else given.materialise,
             )
         self._seed, self._data = seed, data
+        self._opened: dict[str, Samples] = {}
+        """For validation, by name."""
         self._remarks = (
             remark(self.plan.request.job.precision, self.device),
             None if given is None else given.remark(self.source.blueprint),
@@ -153,6 +165,7 @@ class Executor:
         metrics: str | Path | None = None,
         on_step: Callable[[Metrics], None] | None = None,
         checkpoints: CheckpointPolicy | None = None,
+        validation: ValidationPolicy | None = None,
         asked_to_stop: Callable[[], bool] | None = None,
     ) -> MeasuredRun:
         """Train up to this step and return what happened, the same on every rank. Called again, it goes on.
@@ -162,6 +175,7 @@ class Executor:
                 are among them.
             metrics: file for one JSON line per step, written by rank 0.
             on_step: called on rank 0 after every step.
+            validation: held-out samples, and when to take their loss (`MeasuredRun.validation_losses`).
             checkpoints: where to keep them. With them, SIGTERM ends the run after the step at hand (`stopped`).
             asked_to_stop: asked at the end of every step, in place of SIGTERM: where it is told on one rank, all stop.
 
@@ -187,13 +201,18 @@ class Executor:
             if checkpoints is not None and (resumed := keeper.resume()):
                 check_steps_left(checkpoints.directory, resumed, steps)
                 first = resumed
+        looked_at = None
+        if validation is not None:
+            looked_at = Validation(self._held_out(validation.data), validation.steps, validation.every)
         if not self.trained:  # else pages that are given back would have to be asked for again
             reset_peak(self.device)
         with (
             _reporter(self.mesh.rank == 0, metrics, on_step, first) as report,
             nullcontext(asked_to_stop) if keeper is None or asked_to_stop is not None else StopRequest() as asked,
         ):
-            records = self._trainer.train(steps, report, first=first, keeper=keeper, asked_to_stop=asked)
+            records = self._trainer.train(
+                steps, report, first=first, keeper=keeper, validation=looked_at, asked_to_stop=asked
+            )
         self.trained = first + len(records)
         peak = peak_bytes(self.device)
         mine = rank_of(self.part.module, self.part.optimizer, self.part.offload, self.mesh, peak_bytes=peak)
@@ -201,6 +220,29 @@ class Executor:
         remarks = (*self._remarks, None if keeper is None else keeper.remark)
         warnings = (*filter(None, remarks), *self._trainer.warnings)
         return measured.model_copy(update={"warnings": warnings, "unfinished": STOPPED_EARLY if self.stopped else ""})
+
+    def validate(self, data: str, *, steps: int = DEFAULT_VALIDATION_STEPS) -> float:
+        """The mean loss over so many global batches of held-out samples, the same on all ranks: in evaluation mode,
+        without gradients or updates, and without a trace in a training that goes on behind it. A collective call.
+
+        Args:
+            data: see `planner.executor.train.data.load_dataset`; its first samples are taken.
+
+        Raises:
+            DocumentError: the data cannot be read, or `steps` is below 1.
+            RunError: the loss is no finite number, or memory ran out.
+            UnsupportedError: the model computes otherwise in evaluation than its stages can.
+        """
+        policy = ValidationPolicy(data=data, steps=steps)
+        return self._trainer.validate(self._held_out(policy.data), policy.steps, f"after {self.trained} steps")
+
+    def _held_out(self, data: str) -> Samples:
+        if data not in self._opened:
+            now("while it opened the data of the validation")
+            with told_as(VALIDATION_DATA):
+                dataset = load_dataset(data, data_spec(self.plan, self.source), seed=self._seed)
+            self._opened[data] = Samples(self.plan, self.part, self.mesh, dataset, self.device, option=VALIDATION_DATA)
+        return self._opened[data]
 
     def unfinished(self, trained: Segment, why: str) -> MeasuredRun:
         """The report of a training that failed: of the steps until then, as this rank has seen them. No collective

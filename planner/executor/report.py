@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from planner.executor.failures.unfinished import validation_losses
 from planner.executor.parallel.mesh import Mesh
 from planner.executor.parallel.sharding import local
 from planner.executor.pipeline.exposed import exposed_seconds
@@ -29,6 +30,8 @@ class StepRecord:
     seconds: float
     spans: tuple[Span, ...]
     waits: tuple[Span, ...] = ()
+    validation_loss: float | None = None
+    """Of held-out samples, after the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,7 @@ def gather(
         steps=len(records),
         first_step=first_step,
         losses=tuple(record.loss for record in records),
+        validation_losses=validation_losses(first_step, (record.validation_loss for record in records)),
         step_seconds=tuple(seconds),
         **speed,
         ranks=tuple(_with_exposed(report.rank, exposed) for report in reports),

@@ -15,7 +15,11 @@ DEFAULT_LEARNING_RATE = 3e-4
 DEFAULT_TIMEOUT_SECONDS = 300.0
 DEFAULT_KEEP = 3
 DEFAULT_GRACE_SECONDS = 30.0
-WHOLE = ("steps", "seed", "warmup_steps", "decay_steps", "checkpoint_every", "keep")
+DEFAULT_VALIDATION_STEPS = 8
+WHOLE = (
+    *("steps", "seed", "warmup_steps", "decay_steps", "checkpoint_every", "keep"),
+    *("validate_every", "validation_steps"),
+)
 """Settings that are whole numbers."""
 NUMBERS = (
     *("learning_rate", "min_learning_rate", "max_gradient_norm", "timeout_seconds", "grace_seconds"),
@@ -46,6 +50,26 @@ class CheckpointPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationPolicy:
+    """Which held-out samples a run looks at, and when: always after the last step.
+
+    Raises:
+        DocumentError: a number out of its range.
+    """
+
+    data: str
+    """See `planner.executor.train.data.load_dataset`."""
+    every: int | None = None
+    """Steps between two looks; None: none before the last step."""
+    steps: int = DEFAULT_VALIDATION_STEPS
+    """Global batches, the first ones of the data; the same ones every time."""
+
+    def __post_init__(self) -> None:
+        _check("validate_every", self.every, self.every is None or self.every >= 1, "a whole number of at least 1")
+        _check("validation_steps", self.steps, self.steps >= 1, "a whole number of at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
     """The run's own choices.
 
@@ -58,6 +82,10 @@ class RunSettings:
     steps: int = 20
     data: str = "stdlib"
     """See `planner.executor.train.data.load_dataset`."""
+    validation_data: str | None = None
+    """Held-out samples, likewise; None: none are looked at. See `ValidationPolicy`; so are the next two."""
+    validate_every: int | None = None
+    validation_steps: int = DEFAULT_VALIDATION_STEPS
     loss: str | None = None
     """``package.module:callable``; None: by what the model takes."""
     seed: int = 0
@@ -111,6 +139,14 @@ class RunSettings:
                 ),
                 mend="give checkpoint_dir too.",
             )
+        if self.validation is None:
+            for name, usual in (("validate_every", None), ("validation_steps", DEFAULT_VALIDATION_STEPS)):
+                if getattr(self, name) != usual:
+                    raise DocumentError(
+                        "tells how to validate, but there is no word on what.",
+                        field=name,
+                        mend="give validation_data too.",
+                    )
 
     def _check_learning_rates(self) -> None:
         schedule, warmup = self.learning_rate_schedule, self.warmup_steps
@@ -149,6 +185,13 @@ class RunSettings:
     def optimizer_options(self) -> OptimizerOptions:
         """What is chosen of the job's optimizer."""
         return OptimizerOptions(**{field.name: getattr(self, field.name) for field in fields(OptimizerOptions)})
+
+    @property
+    def validation(self) -> ValidationPolicy | None:
+        """Which held-out samples are looked at, and when; None: none are."""
+        if self.validation_data is None:
+            return None
+        return ValidationPolicy(data=self.validation_data, every=self.validate_every, steps=self.validation_steps)
 
     @property
     def checkpoints(self) -> CheckpointPolicy | None:

@@ -58,7 +58,12 @@ def _train(options: argparse.Namespace) -> int:
     try:
         with nullcontext() if stop is None else stop:
             measured = executor.train(
-                settings.steps, metrics=options.metrics, on_step=on_step, checkpoints=policy, asked_to_stop=stop
+                settings.steps,
+                metrics=options.metrics,
+                on_step=on_step,
+                checkpoints=policy,
+                validation=settings.validation,
+                asked_to_stop=stop,
             )
     except FinishedError as finished:
         _tell_finished(finished, executor.mesh.rank, options.failures)

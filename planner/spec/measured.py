@@ -55,6 +55,14 @@ class Decision(Document):
     """SI units, the unit in the name."""
 
 
+class ValidationLoss(Document):
+    """The mean loss over held-out samples, in evaluation mode."""
+
+    step: int = Field(ge=0)
+    """After whose update it was taken."""
+    loss: float
+
+
 class Segment(Document):
     """Steps that were trained by one plan without a break."""
 
@@ -64,6 +72,7 @@ class Segment(Document):
     losses: tuple[float, ...]
     step_seconds: tuple[float, ...]
     """As rank 0 saw them."""
+    validation_losses: tuple[ValidationLoss, ...] = Field(default=(), exclude_if=not_)
 
 
 class MeasuredRun(Document):
@@ -80,6 +89,8 @@ class MeasuredRun(Document):
     losses: tuple[float, ...]
     reference_losses: tuple[float, ...] = ()
     """Of the same first steps in a single process, when the run was compared with one."""
+    validation_losses: tuple[ValidationLoss, ...] = Field(default=(), exclude_if=not_)
+    """Of held-out samples, where the run was given any; those of earlier launches stand in `segments`."""
     step_seconds: tuple[float, ...]
     """Of every step; the first ones warm up."""
     median_step_seconds: float

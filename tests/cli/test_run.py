@@ -56,7 +56,7 @@ def test_options_reach_the_launcher(planner: Command, plan_path: Path, calls: li
     """Every option is handed on."""
     words = ("--model", "m:f", "--steps", "3", "--data", "d.txt", "--seed", "7", "--learning-rate", "0.1")
     more = ("--reference-steps", "2", "--max-gradient-norm", "1", "--device", "cpu", "--timeout", "9", "--loss", "m:l")
-    more += ("--grace", "8")
+    more += ("--grace", "8", "--validation-data", "v.txt", "--validate-every", "4", "--validation-steps", "6")
     kept = ("--checkpoint-dir", "kept", "--checkpoint-every", "5", "--keep", "2", "--resume")
     values = ("--weights", "w.safetensors", "--deterministic")
     rates = ("--learning-rate-schedule", "linear", "--warmup-steps", "1", "--min-learning-rate", "0.01")
@@ -69,6 +69,9 @@ def test_options_reach_the_launcher(planner: Command, plan_path: Path, calls: li
         "model": "m:f",
         "steps": 3,
         "data": "d.txt",
+        "validation_data": "v.txt",
+        "validate_every": 4,
+        "validation_steps": 6,
         "loss": "m:l",
         "seed": 7,
         "learning_rate": 0.1,

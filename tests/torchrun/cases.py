@@ -29,6 +29,7 @@ from planner.spec import Plan
 from profiler.models import ModelSource
 from tests.builders import cluster, job, layer, profile, request
 from tests.executor.plans import make_plan, source_of
+from tests.torchrun.held_out import HELD_OUT_STEPS, held_out_loss
 
 STEPS = 20
 ROUNDED_STEPS = 3
@@ -241,6 +242,7 @@ def run(case: Case) -> dict[str, Any]:
     settings |= {"learning_rate": case.learning_rate, "optimizer_options": case.update, "loss": case.loss}
     executor = Executor(plan, source, device="cpu", timeout_seconds=60, **settings)
     measured = executor.train(case.steps)
+    held_out = executor.validate(data, steps=HELD_OUT_STEPS)
     with executor.part.gathered():
         values, scales = _whole(executor.part.module), _scales(executor)
     received = _received_bytes(executor)
@@ -258,6 +260,7 @@ def run(case: Case) -> dict[str, Any]:
             (float((running[name] - each).abs().max()) for name, each in statistics.items()), default=0.0
         ),
         "loss": max(abs(left - right) for left, right in pairs),
+        "validation": abs(held_out - held_out_loss(plan, source, expected.model, data=data, loss=case.loss)),
         "parameters": worst,
         "moved": max(float((wanted[name].detach() - start[name]).abs().max()) for name in wanted),
         "names": sorted(values) == sorted(wanted),

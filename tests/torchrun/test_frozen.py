@@ -29,6 +29,7 @@ def test_frozen_models_train_as_in_one_process(case: str, results: dict[str, Any
     assert result["frozen"]
     assert result["loss"] < TOLERANCE
     assert result["parameters"] < TOLERANCE
+    assert result["validation"] < TOLERANCE
     assert result["moved"] > 100 * TOLERANCE, "a run that changes nothing would agree with any other"
     assert result["received"] == 0
 

@@ -33,6 +33,7 @@ def test_splits_train_as_one_process(case: str, results: dict[str, Any]) -> None
     outcome = results[case]
     assert outcome["names"]
     assert outcome["loss"] < TOLERANCE
+    assert outcome["validation"] < TOLERANCE
     assert outcome["parameters"] < TOLERANCE
     assert outcome["moved"] > 100 * TOLERANCE
 
@@ -44,5 +45,6 @@ def test_splits_train_as_one_process_in_fp8(case: str, results: dict[str, Any]) 
     outcome = results[case]
     assert outcome["names"]
     assert outcome["loss"] <= FLOAT8_LOSS.get(case, 5e-4)
+    assert outcome["validation"] <= (1e-6 if case == "fp8-pp2" else FLOAT8_GRADIENT), "of parameters that far apart"
     assert outcome["parameters"] <= (0 if case == "fp8-pp2" else FLOAT8_GRADIENT)
     assert outcome["moved"] > 0.2

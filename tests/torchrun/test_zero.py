@@ -37,6 +37,7 @@ def test_zero_trains_as_one_process(case: str, results: dict[str, Any]) -> None:
     assert result["names"]
     assert result["loss"] < TOLERANCE
     assert result["parameters"] < TOLERANCE
+    assert result["validation"] < TOLERANCE
     assert result["moved"] > 100 * TOLERANCE, "a run that changes nothing would agree with any other"
 
 

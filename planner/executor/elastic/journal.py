@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.executor.elastic.roster import KnownPlans
-from planner.executor.failures.unfinished import unfinished_run
+from planner.executor.failures.unfinished import unfinished_run, validation_losses
 from planner.executor.settings import RunSettings
 from planner.executor.torchrun import devices_in_words
 from planner.spec.measured import Decision, MeasuredRun, Segment
@@ -91,12 +91,14 @@ class Journal:
             steps = [row for row in rows if row["kind"] == "step" and row["launch"] == name]
             if steps:
                 losses, seconds = (tuple(row[field] for row in steps) for field in ("loss", "seconds"))
+                held_out, first = (row.get("validation_loss") for row in steps), steps[0]["step"]
                 found.append(
                     Segment(
                         plan_id=launch["plan_id"],
                         devices=launch["devices"],
-                        first_step=steps[0]["step"],
+                        first_step=first,
                         losses=losses,
+                        validation_losses=validation_losses(first, held_out),
                         step_seconds=seconds,
                     )
                 )

@@ -251,6 +251,7 @@ class NodeRank:
             metrics=self._options.metrics,
             on_step=None if pilot is None else _reporting(pilot),
             checkpoints=self._settings.checkpoints,
+            validation=self._settings.validation,
             asked_to_stop=lambda: asked() or (pilot is not None and pilot.wants_to_stop()),
         )
         return measured, executor.stopped

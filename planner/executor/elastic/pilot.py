@@ -98,9 +98,9 @@ class Pilot:
 
     def on_step(self, line: Metrics) -> None:
         """A step is over."""
-        self._pace.record(line.step, line.loss, line.seconds, line.busy_seconds, line.replica_seconds)
+        self._pace.record(line)
         row = {"step": line.step, "loss": line.loss, "seconds": line.seconds, "warning": line.warning}
-        self._journal.write("step", launch=self._name, **row)
+        self._journal.write("step", launch=self._name, validation_loss=line.validation_loss, **row)
         if time.monotonic() - self._looked >= LOOK_SECONDS:
             self._looked = time.monotonic()
             self._look_at_gate()

@@ -193,7 +193,7 @@ class Elastic:
     def _on_step(self, line: Metrics) -> None:
         launch = self._launch
         assert launch is not None
-        launch.pace.record(line.step, line.loss, line.seconds, line.busy_seconds, line.replica_seconds)
+        launch.pace.record(line)
         self._log(str(line))
         self._warnings += [] if line.warning is None else [line.warning]
         kept = newest_step(self._checkpoints)

@@ -23,6 +23,8 @@ from typing import Literal, Protocol
 
 from planner.errors import PlannerError
 from planner.executor.elastic.drift import WARM_UP_STEPS, DriftWatch
+from planner.executor.failures.unfinished import validation_losses
+from planner.executor.train.metrics import Metrics
 from planner.spec.measured import Decision, Segment
 from planner.spec.plan import Plan
 
@@ -71,6 +73,7 @@ class Pace:
         self.plan = plan
         self.losses: dict[int, float] = {}
         self.seconds: dict[int, float] = {}
+        self.validation_losses: dict[int, float | None] = {}
         self.drift = DriftWatch()
         """Of the pipeline ranks."""
         self.replica_drift = DriftWatch()
@@ -81,25 +84,14 @@ class Pace:
         self._first_step = first_step
         self._begun = time.monotonic()
 
-    def record(
-        self,
-        step: int,
-        loss: float,
-        seconds: float,
-        busy_seconds: Sequence[float],
-        replica_seconds: Sequence[float] = (),
-    ) -> None:
-        """A step is over.
-
-        Args:
-            busy_seconds: in actions, of every pipeline rank.
-            replica_seconds: of every data-parallel rank.
-        """
+    def record(self, line: Metrics) -> None:
+        """A step is over."""
         if not self.losses:
-            self.startup_seconds = max(time.monotonic() - self._begun - seconds, 0.0)
-        self.losses[step], self.seconds[step] = loss, seconds
-        self.drift.record(busy_seconds)
-        self.replica_drift.record(replica_seconds)
+            self.startup_seconds = max(time.monotonic() - self._begun - line.seconds, 0.0)
+        self.losses[line.step], self.seconds[line.step] = line.loss, line.seconds
+        self.validation_losses[line.step] = line.validation_loss
+        self.drift.record(line.busy_seconds)
+        self.replica_drift.record(line.replica_seconds)
 
     @property
     def trained(self) -> int:
@@ -114,11 +106,13 @@ class Pace:
 
     def segment(self) -> Segment:
         """What it trained."""
+        first = min(self.losses)
         return Segment(
             plan_id=self.plan.id,
             devices=len(self.plan.placement),
-            first_step=min(self.losses),
+            first_step=first,
             losses=tuple(self.losses.values()),
+            validation_losses=validation_losses(first, self.validation_losses.values()),
             step_seconds=tuple(self.seconds.values()),
         )
 

@@ -27,12 +27,12 @@ def is_timeout(error: BaseException) -> bool:
     return "timed out" in text or "timeout" in text
 
 
-def waited_in_vain(rank: int, ranks: int, step: int, place: str) -> RunError:
-    """The error of a rank that gave up; `place`: what `where` and `awaited` tell."""
+def waited_in_vain(rank: int, ranks: int, when: str, place: str) -> RunError:
+    """The error of a rank that gave up; `when`: the step, in words; `place`: what `where` and `awaited` tell."""
     silent = _without_word(rank, ranks)
     suspects = ", ".join(map(str, silent)) or "none"
     return RunError(
-        f"rank {rank} waited in vain in step {step}, {place}; ranks that did not wait themselves: {suspects}.",
+        f"rank {rank} waited in vain {when}, {place}; ranks that did not wait themselves: {suspects}.",
         field="timeout",
         mend="look what those ranks were doing; where a step takes so long, give a longer timeout.",
     )

@@ -6,11 +6,11 @@ peaks of memory and timelines are not among what is kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from planner.executor.train.metrics import Metrics
 from planner.executor.train.speed import speed_of
-from planner.spec.measured import MeasuredRun, Segment
+from planner.spec.measured import MeasuredRun, Segment, ValidationLoss
 from planner.spec.plan import Plan
 
 
@@ -22,12 +22,14 @@ class StepLog:
         self._first: int | None = None
         self._losses: list[float] = []
         self._seconds: list[float] = []
+        self._validation_losses: list[float | None] = []
 
     def record(self, step: Metrics) -> None:
         """Add a step."""
         self._first = step.step if self._first is None else self._first
         self._losses.append(step.loss)
         self._seconds.append(step.seconds)
+        self._validation_losses.append(step.validation_loss)
 
     def segment(self) -> Segment | None:
         """All of them; None: there is none yet."""
@@ -39,7 +41,14 @@ class StepLog:
             first_step=self._first,
             losses=tuple(self._losses),
             step_seconds=tuple(self._seconds),
+            validation_losses=validation_losses(self._first, self._validation_losses),
         )
+
+
+def validation_losses(first: int, losses: Iterable[float | None]) -> tuple[ValidationLoss, ...]:
+    """Those that were taken of steps from `first` on."""
+    taken = enumerate(losses, first)
+    return tuple(ValidationLoss(step=step, loss=loss) for step, loss in taken if loss is not None)
 
 
 def unfinished_run(
@@ -62,6 +71,7 @@ def unfinished_run(
         first_step=trained.first_step,
         losses=trained.losses,
         step_seconds=trained.step_seconds,
+        validation_losses=trained.validation_losses,
         **speed_of(plan, trained.step_seconds),
         ranks=(),
         segments=tuple(earlier),

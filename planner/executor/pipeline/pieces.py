@@ -85,3 +85,9 @@ class StagePieces:
         micro_batch, chunk = divmod(unit, self._pieces.chunks)
         if chunk == 0:
             self._kept.pop(micro_batch, None)
+
+    def end_forwards(self, unit: int) -> None:
+        """The unit's forward has ended, and no backward follows: nobody reads behind a micro-batch's last chunk."""
+        micro_batch, chunk = divmod(unit, self._pieces.chunks)
+        if chunk == self._pieces.chunks - 1:
+            self._kept.pop(micro_batch, None)

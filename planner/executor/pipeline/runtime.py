@@ -14,7 +14,7 @@ them. Backwards may be split into I and W. Only torch's inner loop is replaced, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining.schedules import (
     _Action,
+    _add_send_recv,
     _batch_p2p,
     _ComputationType,
     _PipelineScheduleRuntime,
@@ -45,6 +46,9 @@ tensor, or the tuple of all that the model returns."""
 
 Unit = tuple[int, int]
 """(stage, number of the micro-batch, or of a chunk of its sequence)"""
+
+Performer = Callable[[TimedStage, int], None]
+"""Does one kind of action."""
 
 
 class PipelineRuntime(_PipelineScheduleRuntime):
@@ -95,13 +99,14 @@ class PipelineRuntime(_PipelineScheduleRuntime):
             )
         except (AssertionError, ValueError) as error:
             raise ScheduleError(f"torch refuses the schedule: {error}", field="actions", mend="plan again.") from None
+        self._forwards: list[_Action] | None = None
         self._recorder = recorder
         self._reducer = reducer
         self._offload = offload
         self._by_index = {stage.stage_index: stage for stage in stages}
         self._graphs: dict[int, torch.Tensor] = {}
         self._sends: dict[Unit, list[dist.Work]] = {}
-        self._performers: dict[_ComputationType, Callable[[TimedStage, int], None]] = {
+        self._performers: dict[_ComputationType, Performer] = {
             _ComputationType.SEND_F: self._send_forward,
             _ComputationType.RECV_F: self._receive_forward,
             _ComputationType.FORWARD: self._forward,
@@ -116,6 +121,11 @@ class PipelineRuntime(_PipelineScheduleRuntime):
             _ComputationType.RESHARD: _nothing,
         }
 
+    @property
+    def stages(self) -> Sequence[TimedStage]:
+        """Of this rank."""
+        return tuple(self._by_index.values())
+
     def run_step(self, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor | None) -> torch.Tensor:
         """Run one step and return this replica's share of its loss, the mean over all micro-batches of all replicas;
         zero on ranks without the last stage.
@@ -125,6 +135,28 @@ class PipelineRuntime(_PipelineScheduleRuntime):
                 Split along dimension 0 into micro-batches, and these along dimension 1 into pieces of sequences.
             targets: likewise, on the last stage.
         """
+        self._take(inputs, targets)
+        self.backward_counter: Counter[int] = Counter()
+        self._perform(self.pipeline_order_with_comms[self.rank], self._performers)
+        self._finish()
+        return self._loss()
+
+    @torch.no_grad()
+    def run_forwards(self, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor | None) -> torch.Tensor:
+        """Run the forwards of one step alone, in their order, and return what `run_step` would, of modules as they are.
+
+        Nothing is kept for a backward: a stage holds the unit at hand, and what it sends.
+        """
+        if self._forwards is None:
+            self._forwards = self._lower_forwards()
+        self._take(inputs, targets)
+        alone = {_ComputationType.FORWARD: self._forward_alone, _ComputationType.SEND_F: self._send_alone}
+        self._perform(self._forwards, self._performers | alone)
+        for stage in self.stages:
+            self._end_sends(stage)
+        return self._loss()
+
+    def _take(self, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor | None) -> None:
         for stage in self._stages:
             stage.has_backward = True
             stage.clear_runtime_states()
@@ -133,16 +165,50 @@ class PipelineRuntime(_PipelineScheduleRuntime):
         self._arguments, keywords = self._check_inputs(given, target_mbs=self._targets or None)
         self._losses: dict[int, torch.Tensor] = {}
         self._initialize_stages(self._arguments[0], keywords[0], self._targets[0] if self._targets else None)
-        self.backward_counter: Counter[int] = Counter()
-        for action in self.pipeline_order_with_comms[self.rank]:
+
+    def _perform(self, actions: Sequence[_Action], performers: Mapping[_ComputationType, Performer]) -> None:
+        for action in actions:
             self.doing = action
             stage = self._by_index[action.stage_index]
-            self._performers[action.computation_type](stage, action.microbatch_index or 0)
-        self._finish()
+            performers[action.computation_type](stage, action.microbatch_index or 0)
         self.doing = None
+
+    def _loss(self) -> torch.Tensor:
         if not self._losses:
             return torch.zeros((), device=self._stages[0].device)
         return torch.stack([self._losses[index] for index in sorted(self._losses)]).sum()
+
+    def _lower_forwards(self) -> list[_Action]:
+        """This rank's forwards with their sends and receives, in an order in which they cannot dead-lock: each receive
+        stands where its send does, so that a rank may wait for a send too."""
+        rows = self.pipeline_order_with_comms.items()
+        forwards = {
+            rank: [each for each in row if each.computation_type == _ComputationType.FORWARD] for rank, row in rows
+        }
+        lowered = _add_send_recv(forwards, self.stage_index_to_group_rank.__getitem__, self._num_stages)
+        return lowered[self.rank]
+
+    def _forward_alone(self, stage: TimedStage, micro_batch: int) -> None:
+        self._receive(f"{stage.stage_index}F{micro_batch}", self.fwd_recv_ops.pop((stage.stage_index, micro_batch), []))
+        output = stage.forward_one_chunk(micro_batch, self._arguments[micro_batch], {}, save_forward_output=False)
+        stage.end_forwards(micro_batch)
+        following = self._by_index.get(stage.stage_index + 1)
+        if following is not None:
+            following.set_local_fwd_input(output, micro_batch)
+        if stage.is_last:
+            self._losses[micro_batch] = self._share.alone(output, self._targets[micro_batch])
+        if stage.is_last or following is not None:
+            stage.fwd_cache.pop(micro_batch)
+
+    def _send_alone(self, stage: TimedStage, micro_batch: int) -> None:
+        """No gradient comes back to tell that a tensor has arrived: wait, so that no more than one is on its way."""
+        self._end_sends(stage)
+        self._send_forward(stage, micro_batch)
+
+    def _end_sends(self, stage: TimedStage) -> None:
+        for unit in [unit for unit in self._sends if unit[0] == stage.stage_index]:
+            _wait_batch_p2p(self._sends.pop(unit))
+            stage.fwd_cache.pop(unit[1])
 
     def _receive_forward(self, stage: TimedStage, micro_batch: int) -> None:
         self.fwd_recv_ops[stage.stage_index, micro_batch] = _batch_p2p(stage.get_fwd_recv_ops(micro_batch))
@@ -242,6 +308,10 @@ class _LossShare:
         self._loss = loss
         self._micro_batches = micro_batches
         self._scaler = scaler
+
+    def alone(self, output: Any, targets: torch.Tensor) -> torch.Tensor:
+        """Without gradients, unscaled."""
+        return self._loss(output, targets).detach().reshape(()) / self._micro_batches
 
     def __call__(self, output: Any, targets: torch.Tensor) -> torch.Tensor:
         loss = self._loss(output, targets)

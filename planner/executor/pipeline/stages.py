@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from planner.errors import RunError
+from planner.errors import PlannerError, RunError
 from planner.executor.pipeline.pieces import StagePieces
 from planner.executor.pipeline.split_backward import backward_input
 from planner.executor.pipeline.streams import RandomStreams
@@ -98,7 +98,12 @@ class TimedStage(PipelineStage):
         micro_batch, self._streams.piece = self._pieces.place(fwd_chunk_id)
         self._streams.micro_batch = self._first_micro_batch + micro_batch
         keywords = (kwargs or {}) | self._pieces.keywords(fwd_chunk_id)
-        output = super().forward_one_chunk(fwd_chunk_id, args, keywords, save_forward_output)
+        try:
+            output = super().forward_one_chunk(fwd_chunk_id, args, keywords, save_forward_output)
+        except RuntimeError as error:  # torch's, around whatever the stage raised
+            if isinstance(error.__cause__, PlannerError):
+                raise error.__cause__ from None
+            raise
         _release(self.args_recv_info[fwd_chunk_id])
         self._let_go_of_inputs(fwd_chunk_id)
         outputs = output if isinstance(output, tuple) else (output,)
@@ -106,6 +111,11 @@ class TimedStage(PipelineStage):
             # The neighbour's buffers are of the declared shapes: others would arrive as garbage.
             raise RunError(f"stage {self.stage_index} returned {list(map(Boundary.of, outputs))}, not {self._sent}.")
         return output
+
+    def end_forwards(self, unit: int) -> None:
+        """No backward will come behind the forward of this unit."""
+        self._recorder.stop()
+        self._pieces.end_forwards(unit)
 
     def _let_go_of_inputs(self, unit: int) -> None:
         """Torch would hold all that a stage takes until its backward, what needs no gradient too: where the layers are

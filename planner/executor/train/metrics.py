@@ -29,6 +29,8 @@ class Metrics:
     """The same by data-parallel rank."""
     learning_rate: float | None = None
     """Of the step's update."""
+    validation_loss: float | None = None
+    """Of held-out samples, after the update; None: they were not looked at."""
 
     @classmethod
     def split(cls, line: str) -> tuple[str, Metrics | None]:
@@ -47,8 +49,9 @@ class Metrics:
 
     def __str__(self) -> str:
         scale = "" if self.loss_scale is None else f"  loss scale {self.loss_scale:g}"
+        held_out = "" if self.validation_loss is None else f"  validation loss {self.validation_loss:.4f}"
         warning = "" if self.warning is None else f"\n  {self.warning}"
         return (
             f"step {self.step:4d}  loss {self.loss:8.4f}  {self.seconds:8.3f} s  "
-            f"{self.tokens_per_second:10.0f} tokens/s{scale}{warning}"
+            f"{self.tokens_per_second:10.0f} tokens/s{scale}{held_out}{warning}"
         )

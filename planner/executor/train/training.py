@@ -5,30 +5,36 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import replace
+from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from planner.errors import RunError
 from planner.executor.build import RankPart
+from planner.executor.checkpoint.generators import restore, states
 from planner.executor.failures.doing import now
 from planner.executor.failures.hang import awaited, is_timeout, waited_in_vain, where
 from planner.executor.failures.out_of_memory import ran_out
 from planner.executor.parallel import gradients
 from planner.executor.parallel.mesh import Mesh
-from planner.executor.parallel.same_samples import refuse_unlike
 from planner.executor.parallel.shares import share_of
 from planner.executor.parallel.unused import UsedParameters
 from planner.executor.pipeline.timeline import computing_seconds
 from planner.executor.report import StepRecord
-from planner.executor.train.data import Dataset, Inputs, has_own_targets, local_part
+from planner.executor.train.data import Dataset, Inputs
 from planner.executor.train.loss import CountedTokens
 from planner.executor.train.memory import allocator_error, peak_bytes
 from planner.executor.train.metrics import Metrics
-from planner.executor.train.optimizer import COMPUTE_DTYPE
+from planner.executor.train.samples import Samples
 from planner.executor.train.spikes import SpikeWatch
+from planner.executor.train.validation import Validation
 from planner.spec.plan import Plan
+from profiler.evaluating import evaluating
+
+Outcome = TypeVar("Outcome")
 
 RECORDED_STEPS = 64
 """Timelines are kept of this many last steps."""
@@ -59,16 +65,13 @@ class Trainer:
         self._plan = plan
         self._part = part
         self._mesh = mesh
-        self._share = share_of(plan, mesh.data)
-        self._dataset = dataset
-        self._is_unchecked = mesh.grid.size > 1 and has_own_targets(dataset)
-        """No step has shown yet that the user's samples are the same on all ranks that read them."""
+        self._micro_batches = share_of(plan, mesh.data).total
+        self._samples = Samples(plan, part, mesh, dataset, device)
         self._used = UsedParameters(part.module, part.optimizer, part.copies, mesh)
         self._device = device
         self._clip = clip
         self._counted = counted
         self._rate_of = rate_of
-        self._dtype = COMPUTE_DTYPE[plan.request.job.precision]
         self._asked_to_stop: Callable[[], bool] = _never
         self._phase = ""
         self._busy_seconds: list[float] = []
@@ -86,11 +89,13 @@ class Trainer:
         *,
         first: int = 0,
         keeper: Keeper | None = None,
+        validation: Validation | None = None,
         asked_to_stop: Callable[[], bool] | None = None,
     ) -> list[StepRecord]:
         """Run steps first..steps-1.
 
         Args:
+            validation: its first batch is run before the first step too, so that what does not fit is told then.
             asked_to_stop: told to stop on one rank, all stop after the step at hand.
 
         Raises:
@@ -100,12 +105,17 @@ class Trainer:
         self._asked_to_stop, self.stopped = asked_to_stop or _never, False
         self._spikes, self.warnings = SpikeWatch(), ()
         records: list[StepRecord] = []
+        if validation is not None:
+            self._validate(validation.samples, 1, "before the first step")
         for step in range(first, steps):
             now(f"in step {step}")
-            records.append(self._step_in_time(step))
+            records.append(self._in_time(f"in step {step}", partial(self._step, step)))
+            if validation is not None and validation.is_due(step + 1, steps) and not self.stopped:
+                found = self._validate(validation.samples, validation.batches, f"after step {step}")
+                records[-1] = replace(records[-1], validation_loss=found)
             if len(records) > RECORDED_STEPS:
                 old = records[-1 - RECORDED_STEPS]
-                records[-1 - RECORDED_STEPS] = StepRecord(old.loss, old.seconds, ())
+                records[-1 - RECORDED_STEPS] = replace(old, spans=(), waits=())
             job = self._plan.request.job
             rate = job.global_batch_size * (job.sequence_length or 1) / records[-1].seconds
             scale = self._part.scaler.scale if self._part.scaler is not None else None
@@ -113,7 +123,7 @@ class Trainer:
             self.warnings += () if warning is None else (warning,)
             busy = (*self._busy_seconds,), (*self._replica_seconds,)
             told = (records[-1].loss, records[-1].seconds, rate, scale, warning, *busy)
-            on_step(Metrics(step, *told, learning_rate=self._rate_of(step)))
+            on_step(Metrics(step, *told, self._rate_of(step), records[-1].validation_loss))
             if keeper is not None:
                 keeper.after_step(step + 1, last=self.stopped or step + 1 == steps)
             self.stopped = self.stopped and step + 1 < steps  # in the last step: it is trained to the end all the same
@@ -121,19 +131,60 @@ class Trainer:
                 break
         return records
 
-    def _step_in_time(self, step: int) -> StepRecord:
+    def validate(self, samples: Samples, batches: int, when: str) -> float:
+        """Mean loss over the first global batches of held-out samples, in evaluation mode, the same on all ranks: no
+        gradients, no update, and generators of random numbers stay as they are.
+
+        Args:
+            when: in words, for errors.
+
+        Raises:
+            RunError: it is no finite number, or a rank did not come in time.
+            UnsupportedError: the model computes otherwise in evaluation than its stages can.
+        """
+        self._asked_to_stop = _never
+        found = self._validate(samples, batches, when)
+        assert found is not None, "nobody asked to stop"
+        return found
+
+    def _validate(self, samples: Samples, batches: int, when: str) -> float | None:
+        """None: told to stop before the end."""
+        now(f"in the validation {when}")
+        generators, total = states(), 0.0
+        with evaluating(stage.submod for stage in self._part.runtime.stages):
+            for number in range(batches):
+                run = partial(self._validate_batch, samples, number, when)
+                total += self._in_time(f"in the validation {when}", run)
+                if self.stopped:
+                    break
+        restore(generators)
+        return None if self.stopped else total / batches
+
+    def _validate_batch(self, samples: Samples, number: int, when: str) -> float:
+        inputs, targets = self._read(samples, number)
+        loss = self._part.runtime.run_forwards(inputs, targets)
+        self._phase = "in the sum of the loss"
+        share = self._share_of(loss)
+        total = torch.cat([share.reshape(1), share.new_tensor([float(self._asked_to_stop())])])
+        dist.all_reduce(total)
+        self.stopped = float(total[1]) > 0
+        if not math.isfinite(float(total[0])):
+            self._refuse_loss(float(share), f"the validation {when}")
+        return float(total[0])
+
+    def _in_time(self, when: str, run: Callable[[], Outcome]) -> Outcome:
         try:
-            return self._step(step)
+            return run()
         except (RuntimeError, MemoryError) as error:
             recorded, action = self._part.recorder.doing, self._part.runtime.doing
             place = where(recorded, action, self._phase)
             if (full := allocator_error(error)) is not None:
-                raise self._ran_out(full, f"in step {step}, {place}") from error
+                raise self._ran_out(full, f"{when}, {place}") from error
             if not is_timeout(error):
                 raise
             if recorded is None:
                 place += awaited(action, len(self._plan.stages))
-            raise waited_in_vain(self._mesh.rank, self._mesh.grid.size, step, place) from error
+            raise waited_in_vain(self._mesh.rank, self._mesh.grid.size, when, place) from error
 
     def _ran_out(self, error: BaseException, place: str) -> RunError:
         mesh, used, offload = self._mesh, peak_bytes(self._device), self._part.offload
@@ -143,12 +194,8 @@ class Trainer:
         )
 
     def _step(self, step: int) -> StepRecord:
-        self._phase = "while it read its samples"
-        inputs, targets = self._read(step)
+        inputs, targets = self._read(self._samples, step)
         self._part.streams.step = step
-        if self._counted is not None:
-            self._phase = "in the sum of the targets"
-            self._counted.mean_targets = self._mean_targets(targets)
         self._phase = "in the barrier before its first action"
         dist.barrier()
         started = time.perf_counter()
@@ -171,23 +218,18 @@ class Trainer:
         waits = self._part.recorder.waits
         return StepRecord(self._global_loss(loss, step, computing_seconds(spans)), seconds, spans, waits)
 
-    def _read(self, step: int) -> tuple[Inputs, torch.Tensor | None]:
-        """This replica's samples: inputs on the rank of the first stage, targets on that of the last, else nothing."""
-        part = self._part
-        reads = part.has_first_stage or part.has_last_stage
-        numbers = local_part(step, self._share, self._plan.layout.micro_batch_size)
-        batch = self._dataset(*numbers) if reads else None
-        if self._is_unchecked:
-            self._is_unchecked = False
+    def _read(self, samples: Samples, number: int) -> tuple[Inputs, torch.Tensor | None]:
+        """This replica's samples of a global batch, which the loss is told the targets of."""
+        self._phase = "while it read its samples"
+        batch = samples.read(number)
+        if samples.is_unchecked:
             self._phase = "while ranks compared their samples"
-            refuse_unlike(batch, self._mesh, numbers)
-        if batch is None:
-            return (), None
-        inputs, targets = batch
-        return (
-            tuple(map(self._to_device, inputs)) if part.has_first_stage else (),
-            targets.to(self._device) if part.has_last_stage else None,
-        )
+            samples.check(number, batch)
+        inputs, targets = samples.on_device(batch)
+        if self._counted is not None:
+            self._phase = "in the sum of the targets"
+            self._counted.mean_targets = self._mean_targets(targets)
+        return inputs, targets
 
     def _mean_targets(self, tokens: torch.Tensor | None) -> float:
         """Targets of a micro-batch, the mean over the step's: each replica's last stage counts its own once."""
@@ -195,10 +237,7 @@ class Trainer:
         own = CountedTokens.targets(tokens) if counts and tokens is not None else 0
         total = torch.tensor(float(own), dtype=torch.float64, device=self._device)
         dist.all_reduce(total)
-        return float(total) / self._share.total
-
-    def _to_device(self, inputs: torch.Tensor) -> torch.Tensor:
-        return inputs.to(self._device, self._dtype if inputs.is_floating_point() else None)
+        return float(total) / self._micro_batches
 
     def _finish_gradients(self) -> None:
         part = self._part
@@ -230,8 +269,7 @@ class Trainer:
 
     def _global_loss(self, loss: torch.Tensor, step: int, busy_seconds: float) -> float:
         """Mean over the global batch, on every rank: each replica's last stage adds its share once."""
-        counts = self._part.has_last_stage and self._mesh.tensor == 0
-        share = loss.double() if counts else torch.zeros_like(loss, dtype=torch.float64)
+        share = self._share_of(loss)
         # More numbers in the collective that every step ends with: whether this rank was told to stop, and how long
         # it computed, at the places of its pipeline rank and of its data rank.
         mesh, grid = self._mesh, self._mesh.grid
@@ -245,16 +283,21 @@ class Trainer:
         self.stopped = votes > 0
         # In fp16 a loss may be infinite: its gradients overflow, the scale falls, and the step is skipped.
         if math.isnan(value) or (math.isinf(value) and self._part.scaler is None):
-            self._refuse_loss(float(share), step)
+            self._refuse_loss(float(share), f"step {step}")
         return value
 
-    def _refuse_loss(self, share: float, step: int) -> None:
+    def _share_of(self, loss: torch.Tensor) -> torch.Tensor:
+        """What this rank adds to the loss of all."""
+        counts = self._part.has_last_stage and self._mesh.tensor == 0
+        return loss.double() if counts else torch.zeros_like(loss, dtype=torch.float64)
+
+    def _refuse_loss(self, share: float, what: str) -> None:
         """Tell which ranks' losses are no numbers; every rank comes here."""
         shares = [0.0] * self._mesh.grid.size
         dist.all_gather_object(shares, share)
         culprits = [rank for rank, each in enumerate(shares) if not math.isfinite(each)]
         kind = "infinite" if all(math.isinf(shares[rank]) for rank in culprits) else "not a number"
-        raise _broken(f"the loss of step {step} is {kind} on rank {', '.join(map(str, culprits))}.", "loss")
+        raise _broken(f"the loss of {what} is {kind} on rank {', '.join(map(str, culprits))}.", "loss")
 
 
 def _broken(message: str, field: str) -> RunError:

@@ -144,7 +144,9 @@ def test_the_journal_outlives_who_writes_it(tmp_path: Path) -> None:
     for launch, steps in (("0.0", (0, 1, 2)), ("1.0", (2, 3))):
         journal.write("launch", launch=launch, plan_id="p", devices=2, nodes=(1, 1), first_step=steps[0])
         for step in steps:
-            journal.write("step", launch=launch, step=step, loss=float(step), seconds=1.0, warning=None)
+            held_out = 7.0 if step == 2 else None
+            row = {"loss": float(step), "seconds": 1.0, "warning": None, "validation_loss": held_out}
+            journal.write("step", launch=launch, step=step, **row)
         with (tmp_path / "elastic" / "journal.jsonl").open("a") as file:
             file.write('{"kind": "step", "la')
     assert journal.trained() == 4
@@ -153,6 +155,8 @@ def test_the_journal_outlives_who_writes_it(tmp_path: Path) -> None:
         (2, (2.0, 3.0)),
     ]
     assert [one.first_step for one in journal.segments(before="1.0")] == [0]
+    held_out = [[(each.step, each.loss) for each in one.validation_losses] for one in journal.segments(before="9.0")]
+    assert held_out == [[(2, 7.0)], [(2, 7.0)]]
     last = journal.last_launch()
     assert last is not None
     assert (last[0]["launch"], last[1], journal.broken()) == ("1.0", None, 2)
