@@ -10,6 +10,13 @@ from planner.spec.measured import MeasuredRank
 from planner.spec.units import gibibytes, percent, scaled, seconds
 from planner.spec.words import counted
 
+FAR = 0.25
+"""A prediction that is off by more than that of the measured step gets a word on what it rests on."""
+COUNTED = (
+    "predicted from counted FLOPs and bytes and the cluster document's figures; `planner profile` and `planner links` "
+    "measure this machine's"
+)
+
 
 def run_text(plan: Plan, measured: MeasuredRun) -> str:
     """Losses, step time and memory per rank, predicted and measured."""
@@ -71,7 +78,15 @@ def _speed(plan: Plan, measured: MeasuredRun) -> str:
             _off(predicted.tokens_per_second, measured.tokens_per_second),
         ),
     ]
-    return table(("", "predicted", "measured", "predicted is off by"), rows)
+    told = table(("", "predicted", "measured", "predicted is off by"), rows)
+    is_far = abs(predicted.step_seconds / measured.median_step_seconds - 1) > FAR
+    return f"{told}\n{COUNTED}" if is_far and not _is_measured(plan) else told
+
+
+def _is_measured(plan: Plan) -> bool:
+    """Was its profile measured, on whatever device?"""
+    layers = () if plan.request.profile is None else plan.request.profile.layers
+    return any(row.source == "measured" for layer in layers for row in layer.measurements)
 
 
 def _memory(plan: Plan, measured: MeasuredRun) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -189,4 +190,13 @@ def test_main_reads_the_process_arguments(monkeypatch: pytest.MonkeyPatch, capsy
     """Without arguments `main` takes those of the process, as the installed command calls it."""
     monkeypatch.setattr(sys, "argv", ["planner", "--version"])
     assert main() == 0
+    assert capsys.readouterr().out.strip() == f"planner {__version__}"
+
+
+def test_the_package_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """``python -m planner``, for who has several Pythons."""
+    monkeypatch.setattr(sys, "argv", ["planner", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("planner", run_name="__main__")
+    assert not ended.value.code
     assert capsys.readouterr().out.strip() == f"planner {__version__}"

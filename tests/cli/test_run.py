@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from api.settings import Settings
-from planner.cli.run_text import run_text
+from planner.cli.run_text import COUNTED, run_text
 from planner.executor.failures.failure import read_stopped, write_stopped
 from planner.spec import MeasuredRun, Plan, read
 from planner.spec.measured import MeasuredRank
@@ -127,6 +127,27 @@ def test_predicted_beside_measured(planner: Command, plan_path: Path, calls: lis
     assert "-50.0 %" in ended.out
     assert "single process" in ended.out
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "speed", "told"), [("counted", 1, True), ("counted", 0.55, False), ("measured", 1, False)]
+)
+def test_a_prediction_that_is_far_off_tells_what_it_rests_on(
+    plan_path: Path, source: str, speed: float, told: bool
+) -> None:
+    """Nobody who plans by the figures of an example should wonder why they are not his machine's."""
+    plan = read(Plan, plan_path)
+    profile = plan.request.profile
+    assert profile is not None
+    rows = [
+        {"measurements": [row.model_copy(update={"source": source}) for row in layer.measurements]}
+        for layer in profile.layers
+    ]
+    layers = tuple(layer.model_copy(update=each) for layer, each in zip(profile.layers, rows, strict=True))
+    request = plan.request.model_copy(update={"profile": profile.model_copy(update={"layers": layers})})
+    run = measured_run(plan)
+    run = run.model_copy(update={"median_step_seconds": run.median_step_seconds * speed})
+    assert (COUNTED in run_text(plan.model_copy(update={"request": request}), run)) == told
 
 
 def test_the_replica_that_memory_is_predicted_for_is_told(plan_path: Path) -> None:
