@@ -33,17 +33,25 @@ class ModelInput:
 
     kind: InputKind
     sample_shape: tuple[int, ...] = ()
-    """Shape of one sample; empty for tokens, whose shape is (sequence,)."""
+    """Shape of one sample; of tokens empty, where there are as many as the sequence has, else (their own number,)."""
     limit: int = 0
     """Whole numbers stand in [0, limit)."""
 
     def example(self, micro_batch_size: int, sequence_length: int, device: torch.device | str) -> Tensor:
-        """A random micro-batch: ids of shape (micro_batch_size, sequence_length), else
-        (micro_batch_size, *sample_shape) whole or normal numbers."""
-        shape = (micro_batch_size, *((sequence_length,) if self.kind == "tokens" else self.sample_shape))
+        """A random micro-batch: (micro_batch_size, *`size_at`) whole or normal numbers."""
+        shape = (micro_batch_size, *self.size_at(sequence_length))
         if self.kind in ("tokens", "indices"):
             return torch.randint(max(self.limit, 1), shape, device=device)
         return torch.randn(shape, device=device)
+
+    def size_at(self, sequence_length: int) -> tuple[int, ...]:
+        """Shape of one sample at this number of tokens."""
+        return sample_size(self.kind, self.sample_shape, sequence_length)
+
+
+def sample_size(kind: str, sample_shape: tuple[int, ...], sequence_length: int) -> tuple[int, ...]:
+    """See `ModelInput.size_at`."""
+    return (sequence_length,) if kind == "tokens" and not sample_shape else sample_shape
 
 
 @dataclass(frozen=True)

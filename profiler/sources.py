@@ -282,8 +282,10 @@ def _call(function: Any, reference: str) -> tuple[nn.Module, Example]:
             field=reference,
             mend="return an nn.Module, or (nn.Module, example inputs: a tensor, or a tuple or dict of tensors).",
         )
-    if getattr(getattr(module, "config", None), "use_cache", False):
-        module.config.use_cache = False  # type: ignore[union-attr] # training reads none, and recomputation fills it twice
+    for part in module.modules():  # an encoder-decoder's halves have configurations of their own
+        config = getattr(part, "config", None)
+        if getattr(config, "use_cache", False) is True:
+            config.use_cache = False  # type: ignore[union-attr] # training reads none, and recomputation fills it twice
     return module, example
 
 
@@ -323,8 +325,16 @@ def _describe_example(name: str, module: nn.Module, example: Example, builder: A
     keywords = tuple(example) if isinstance(example, dict) else ()
     values = tuple(example.values()) if isinstance(example, dict) else example
     tensors = values if isinstance(values, tuple) else (values,)
-    first, *further = [_describe_tensor(module, tensor) for tensor in tensors if tensor is not None]
-    longest = tensors[0].shape[1] if first.kind == "tokens" and tensors[0] is not None else 0
+    given = [tensor for tensor in tensors if tensor is not None]
+    first, *further = [_describe_tensor(module, tensor) for tensor in given]
+    longest = given[0].shape[1] if given and first.kind == "tokens" else 0
+    # An encoder-decoder's target may have a length of its own, whatever the source's is.
+    further = [
+        replace(each, sample_shape=tuple(tensor.shape[1:]))
+        if each.kind == "tokens" and tensor.shape[1] != longest
+        else each
+        for each, tensor in zip(further, given[1:], strict=True)
+    ]
     return ModelSource(
         name,
         first.kind,

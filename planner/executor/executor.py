@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from planner.errors import DocumentError, MismatchError, RunError, UnsupportedError
-from planner.executor.build import boundaries, build_rank, stage_ranges
+from planner.executor.build import build_rank, stage_ranges
 from planner.executor.checkpoint.checkpoints import Checkpoints
 from planner.executor.checkpoint.folder import check_steps_left
 from planner.executor.checkpoint.materialise import materialise
@@ -332,14 +332,16 @@ def check_model(plan: Plan, source: ModelSource) -> None:
 
 def data_spec(plan: Plan, source: ModelSource) -> DataSpec:
     """What the model takes, for the data."""
-    length = plan.request.job.sequence_length
-    whole = stage_ranges(plan, source.cut())[-1]
+    job = plan.request.job
+    length = job.sequence_length
+    output = source.borders(plan.layout.micro_batch_size, length, COMPUTE_DTYPE[job.precision]).crossing[-1][0]
     return DataSpec(
         input_kind=source.input_kind,
         sequence_length=length,
         vocabulary_size=source.vocabulary_size,
         sample_shape=source.sample_shape,
-        classes=(1, *boundaries(plan, source, whole)[1][0].shape)[-1],
+        classes=(1, *output.shape)[-1],
+        target_length=output.shape[1] if output.dim() == 3 else 0,
         further=tuple((each.kind, each.sample_shape, each.limit) for each in source.further_inputs),
     )
 

@@ -17,6 +17,7 @@ import torch
 from planner.errors import DocumentError, PlannerError, UnsupportedError
 from planner.executor.parallel.shares import Share
 from profiler.callables import load_callable
+from profiler.models import sample_size
 
 Inputs = tuple[torch.Tensor, ...]
 """All that the model takes, samples along dimension 0."""
@@ -42,6 +43,8 @@ class DataSpec:
     """Of one image or feature vector."""
     classes: int
     """Size of the model's last output dimension."""
+    target_length: int = 0
+    """Tokens of a sample that the model has an output for; 0: it has one per sample."""
     further: tuple[tuple[str, tuple[int, ...], int], ...] = ()
     """Kind, shape of one sample and range (of whole numbers) of what the model takes besides its first input."""
 
@@ -53,7 +56,7 @@ def load_dataset(name: str, spec: DataSpec, *, seed: int) -> Dataset:
         name: ``stdlib`` (the sources of Python's own standard library, as byte tokens), ``synthetic`` (random samples
             of the right shape), the path of a text file (byte tokens), or ``package.module:callable``:
             (start, stop) -> (inputs, targets), the inputs a tensor, or a tuple where the model takes several. Of text,
-            all inputs of an encoder-decoder are the same tokens.
+            all inputs of an encoder-decoder are the same tokens, each as many as it takes.
 
     Raises:
         DocumentError: there is no such file or callable, or it holds less than one sample.
@@ -95,22 +98,25 @@ class _ByteTokens:
                 field="data",
                 mend="use 'synthetic', or package.module:callable.",
             )
-        windows = len(text) // spec.sequence_length
+        self._lengths = _lengths(spec)
+        longest = max(self._lengths)
+        windows = len(text) // longest
         if windows == 0:
             raise DocumentError(
-                f"{name!r} holds {len(text)} bytes, less than one sample of {spec.sequence_length} tokens.",
+                f"{name!r} holds {len(text)} bytes, less than one sample of {longest} tokens.",
                 field="data",
                 mend="give more text.",
             )
-        whole = torch.frombuffer(bytearray(text[: windows * spec.sequence_length]), dtype=torch.uint8)
-        self._windows = whole.view(windows, spec.sequence_length)
-        self._inputs = 1 + len(spec.further)
+        whole = torch.frombuffer(bytearray(text[: windows * longest]), dtype=torch.uint8)
+        self._windows = whole.view(windows, longest)
+        self._target = _target(spec)
         self._order = torch.randperm(windows, generator=torch.Generator().manual_seed(seed))
 
     def __call__(self, start: int, stop: int) -> Batch:
         chosen = self._order[torch.arange(start, stop) % len(self._order)]
         tokens = self._windows[chosen].long()
-        return (tokens,) * self._inputs, tokens
+        inputs = tuple(tokens[:, :length] for length in self._lengths)
+        return inputs, inputs[self._target]
 
 
 class _Synthetic:
@@ -131,8 +137,9 @@ class _Synthetic:
         first = _draw(spec.input_kind, spec.sample_shape, spec.vocabulary_size, spec.sequence_length, generator)
         further = [_draw(*each, spec.sequence_length, generator) for each in spec.further]
         is_text = spec.input_kind == "tokens"
-        targets = first if is_text else torch.randint(spec.classes, (), generator=generator)
-        return (first, *further), targets
+        inputs = (first, *further)
+        targets = inputs[_target(spec)] if is_text else torch.randint(spec.classes, (), generator=generator)
+        return inputs, targets
 
 
 def _draw(
@@ -140,8 +147,7 @@ def _draw(
 ) -> torch.Tensor:
     """One random sample of an input."""
     if kind in ("tokens", "indices"):
-        size = (sequence_length,) if kind == "tokens" else shape
-        return torch.randint(max(limit, 1), size, generator=generator)
+        return torch.randint(max(limit, 1), sample_size(kind, shape, sequence_length), generator=generator)
     return torch.randn(shape, generator=generator)
 
 
@@ -154,7 +160,7 @@ class _UserData:
         self._inputs = 1 + len(spec.further)
         first = (spec.input_kind, spec.sample_shape)
         self._samples = [
-            (kind, (spec.sequence_length,) if kind == "tokens" else shape)
+            (kind, sample_size(kind, shape, spec.sequence_length))
             for kind, shape in (first, *((kind, shape) for kind, shape, _ in spec.further))
         ]
 
@@ -213,6 +219,22 @@ class _UserData:
                 field="data",
                 mend="pad or cut sequences to the job's sequence_length; else profile the model with such inputs.",
             )
+
+
+def _lengths(spec: DataSpec) -> tuple[int, ...]:
+    """Tokens of one sample of every input, all of which are tokens."""
+    further = (sample_size(kind, shape, spec.sequence_length)[0] for kind, shape, _ in spec.further)
+    return spec.sequence_length, *further
+
+
+def _target(spec: DataSpec) -> int:
+    """The input that the output stands for, token by token: the first one of as many."""
+    sizes = [
+        (spec.sequence_length,),
+        *(sample_size(kind, shape, spec.sequence_length) for kind, shape, _ in spec.further),
+    ]
+    fits = (place for place, size in enumerate(sizes) if size == (spec.target_length,))
+    return next(fits, 0)
 
 
 def _is_batch(value: Any, samples: int) -> bool:
