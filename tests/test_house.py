@@ -24,6 +24,7 @@ SEARCH_SIDE = BASE | {"planner.schedule", "planner.partition", "planner.cost"}
 SERVICE_SIDE = SEARCH_SIDE | {"planner.search", "planner.validate", "planner.export"}
 MAY_IMPORT: dict[str, set[str]] = {
     "planner": set(),
+    "planner.__main__": {"planner.cli"},
     "planner.errors": set(),
     "planner.spec": {"planner", "planner.errors"},
     "planner.schedule": BASE,
