@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from planner.cli.console import bold, table
 from planner.spec import MeasuredRun, Plan
@@ -15,6 +15,9 @@ FAR = 0.25
 COUNTED = (
     "predicted from counted FLOPs and bytes and the cluster document's figures; `planner profile` and `planner links` "
     "measure this machine's"
+)
+UNMEASURED_LINKS = (
+    "predicted from links that nobody has measured; `planner links`, under torchrun, measures this machine's"
 )
 
 
@@ -80,13 +83,22 @@ def _speed(plan: Plan, measured: MeasuredRun) -> str:
     ]
     told = table(("", "predicted", "measured", "predicted is off by"), rows)
     is_far = abs(predicted.step_seconds / measured.median_step_seconds - 1) > FAR
-    return f"{told}\n{COUNTED}" if is_far and not _is_measured(plan) else told
+    return "\n".join((told, *_assumed(plan))) if is_far else told
 
 
-def _is_measured(plan: Plan) -> bool:
-    """Was its profile measured, on whatever device?"""
+def _assumed(plan: Plan) -> Iterator[str]:
+    """What the prediction rests on that was not measured, on whatever device."""
     layers = () if plan.request.profile is None else plan.request.profile.layers
-    return any(row.source == "measured" for layer in layers for row in layer.measurements)
+    if not any(row.source == "measured" for layer in layers for row in layer.measurements):
+        yield COUNTED
+    elif len(plan.placement) > 1 and not _has_measured_links(plan):
+        yield UNMEASURED_LINKS
+
+
+def _has_measured_links(plan: Plan) -> bool:
+    groups = plan.request.cluster.node_groups
+    links = [link for group in groups for link in (group.intra_node, group.inter_node) if link is not None]
+    return any(link.relative_residual is not None or link.fits or link.measurements for link in links)
 
 
 def _memory(plan: Plan, measured: MeasuredRun) -> str:

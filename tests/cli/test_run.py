@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from api.settings import Settings
-from planner.cli.run_text import COUNTED, run_text
+from planner.cli.run_text import COUNTED, UNMEASURED_LINKS, run_text
 from planner.executor.failures.failure import read_stopped, write_stopped
-from planner.spec import MeasuredRun, Plan, read
+from planner.spec import Cluster, MeasuredRun, Plan, read
+from planner.spec.cluster import Link
 from planner.spec.measured import MeasuredRank
 from tests.api.live import running
 from tests.cli.support import Command, tiny_cluster, tiny_job
@@ -130,10 +131,17 @@ def test_predicted_beside_measured(planner: Command, plan_path: Path, calls: lis
 
 
 @pytest.mark.parametrize(
-    ("source", "speed", "told"), [("counted", 1, True), ("counted", 0.55, False), ("measured", 1, False)]
+    ("source", "links", "speed", "told"),
+    [
+        ("counted", "assumed", 1, {COUNTED}),
+        ("counted", "assumed", 0.55, set()),
+        ("measured", "assumed", 1, {UNMEASURED_LINKS}),
+        ("measured", "assumed", 0.55, set()),
+        ("measured", "measured", 1, set()),
+    ],
 )
 def test_a_prediction_that_is_far_off_tells_what_it_rests_on(
-    plan_path: Path, source: str, speed: float, told: bool
+    plan_path: Path, source: str, links: str, speed: float, told: set[str]
 ) -> None:
     """Nobody who plans by the figures of an example should wonder why they are not his machine's."""
     plan = read(Plan, plan_path)
@@ -144,10 +152,16 @@ def test_a_prediction_that_is_far_off_tells_what_it_rests_on(
         for layer in profile.layers
     ]
     layers = tuple(layer.model_copy(update=each) for layer, each in zip(profile.layers, rows, strict=True))
-    request = plan.request.model_copy(update={"profile": profile.model_copy(update={"layers": layers})})
+    fitted = 0.1 if links == "measured" else None
+    link = Link(latency_seconds=1e-5, bandwidth_bytes_per_second=1e9, relative_residual=fitted)
+    (group,) = plan.request.cluster.node_groups
+    cluster = Cluster(node_groups=(group.model_copy(update={"intra_node": link}),))
+    known = {"profile": profile.model_copy(update={"layers": layers}), "cluster": cluster}
+    plan = plan.model_copy(update={"request": plan.request.model_copy(update=known)})
     run = measured_run(plan)
     run = run.model_copy(update={"median_step_seconds": run.median_step_seconds * speed})
-    assert (COUNTED in run_text(plan.model_copy(update={"request": request}), run)) == told
+    text = run_text(plan, run)
+    assert {words for words in (COUNTED, UNMEASURED_LINKS) if words in text} == told
 
 
 def test_the_replica_that_memory_is_predicted_for_is_told(plan_path: Path) -> None:
