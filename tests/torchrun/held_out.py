@@ -16,7 +16,7 @@ from profiler.compute_type import cast_inputs
 from profiler.evaluating import evaluating
 from profiler.models import ModelSource
 
-HELD_OUT_STEPS = 2
+HELD_OUT_STEPS = 1
 
 
 def held_out_loss(plan: Plan, source: ModelSource, model: nn.Module, *, data: str, loss: str | None) -> float:

@@ -189,8 +189,12 @@ class PipelineRuntime(_PipelineScheduleRuntime):
         return lowered[self.rank]
 
     def _forward_alone(self, stage: TimedStage, micro_batch: int) -> None:
-        self._receive(f"{stage.stage_index}F{micro_batch}", self.fwd_recv_ops.pop((stage.stage_index, micro_batch), []))
-        output = stage.forward_one_chunk(micro_batch, self._arguments[micro_batch], {}, save_forward_output=False)
+        unit = (stage.stage_index, micro_batch)
+        self._receive(f"{stage.stage_index}F{micro_batch}", self.fwd_recv_ops.pop(unit, []))
+        with nullcontext() if self._offload is None else self._offload.saving(unit):
+            output = stage.forward_one_chunk(micro_batch, self._arguments[micro_batch], {}, save_forward_output=False)
+        if self._offload is not None:
+            self._offload.release(unit)
         stage.end_forwards(micro_batch)
         following = self._by_index.get(stage.stage_index + 1)
         if following is not None:

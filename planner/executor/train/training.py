@@ -113,6 +113,7 @@ class Trainer:
             if validation is not None and validation.is_due(step + 1, steps) and not self.stopped:
                 found = self._validate(validation.samples, validation.batches, f"after step {step}")
                 records[-1] = replace(records[-1], validation_loss=found)
+                now(f"in step {step}")
             if len(records) > RECORDED_STEPS:
                 old = records[-1 - RECORDED_STEPS]
                 records[-1 - RECORDED_STEPS] = replace(old, spans=(), waits=())
