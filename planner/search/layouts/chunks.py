@@ -50,15 +50,35 @@ def chunks_of(
     return fitting if fitting and _is_priced(work, work.sizes[split]) else ()
 
 
+def why_none(work: Workload) -> str:
+    """Why no layout has sequence chunks, where nothing else forbids them; empty: some may."""
+    length = work.job.sequence_length
+    if not length:
+        return "the job has no sequence"
+    if work.groups:
+        return "chunks are searched on devices that are alike"
+    if all(length % count for count in CHUNKS):
+        return f"{length} tokens are no multiple of {', '.join(map(str, CHUNKS[:-1]))} or {CHUNKS[-1]}"
+    if missing := sorted(_types(work) - work.device.peak_flops_per_second.keys()):
+        return f"what a chunk takes is not known, for the device tells no peak in {missing[0]}"
+    if not any(_is_priced(work, rows) for rows in work.sizes.values()):
+        return "what a chunk takes is not known, for the profile has no operation that is attention"
+    return ""
+
+
 def _can_be_cut(work: Workload) -> bool:
     return any(context > 1 for _, _, context, _, _ in work.sizes)
 
 
 def _is_priced(work: Workload, rows: Rows) -> bool:
     """Has equation (Q3) all that it needs?"""
-    types = {work.profile.dtype} if work.casts is None else {work.profile.dtype, "fp8"}
-    if not types <= work.device.peak_flops_per_second.keys():
+    if not _types(work) <= work.device.peak_flops_per_second.keys():
         return False
     every = [row for options in {id(each): each for each in rows}.values() for row in options.values()]
     attends = any(operation.kind == "attention" for row in every for operation in row.operations)
     return attends and all(row.operations or not row.forward_flops for row in every)
+
+
+def _types(work: Workload) -> set[str]:
+    """Of products."""
+    return {work.profile.dtype} if work.casts is None else {work.profile.dtype, "fp8"}

@@ -38,7 +38,7 @@ from planner.cost.nearest import Split
 from planner.errors import UnsupportedError
 from planner.search.answer.words import constraint_text
 from planner.search.bounds.layout import BOUNDED
-from planner.search.layouts.chunks import CHUNKS, Rows, chunks_of
+from planner.search.layouts.chunks import CHUNKS, Rows, chunks_of, why_none
 from planner.search.layouts.offloading import NOTHING, Offloading, offloadings_of, orders_offloading
 from planner.search.layouts.orders import (
     MOST_VIRTUAL_STAGES,
@@ -377,6 +377,12 @@ def _values_text(candidates: Sequence[Family], field: str) -> str:
     return f", whose {field} is {', '.join(map(written, others))}{' or ' * bool(others)}{written(last)}"
 
 
+def _cause(work: Workload, field: str) -> str:
+    """Behind a constraint that leaves no layout: what stands against it, where that is not told by their values."""
+    cause = why_none(work) if field == "sequence_chunks" else ""
+    return cause and f", for {cause}"
+
+
 def _reasons(work: Workload) -> tuple[str, ...]:
     """Why the space is empty."""
     sizes, tensors = (sorted({size[place] for size in work.sizes}) for place in (0, 1))
@@ -391,7 +397,7 @@ def _reasons(work: Workload) -> tuple[str, ...]:
     count = sum(family.count for family in candidates)
     reasons = [
         f"the constraint {field} = {constraint_text(constraint, field)} leaves none of the {count} layouts"
-        f"{_values_text(candidates, field)}"
+        f"{_values_text(candidates, field)}{_cause(work, field)}"
         for field, constraint in work.job.constraints.items()
         if field != "recompute" and not any(families(work, {field: constraint}))
     ]

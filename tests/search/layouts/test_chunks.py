@@ -11,7 +11,7 @@ from planner.errors import UnsupportedError
 from planner.search import plan, predict
 from planner.search.layouts.chunks import CHUNKED
 from planner.search.layouts.space import layouts
-from planner.spec import Layout, ModelProfile, Plan, PredictionLayout
+from planner.spec import Infeasible, Layout, ModelProfile, Plan, PredictionLayout
 from planner.spec.profile import LayerProfile
 from planner.validate import check
 from tests.builders import cluster, job, layer, profile, request
@@ -90,6 +90,24 @@ def test_chunks_win_where_the_bubble_is_large() -> None:
     assert found.layout.sequence_chunks > 1
     assert found.search.optimal
     assert check(found, model).problems == ()
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "cause"),
+    [
+        (model_of(operations=False), None, "the profile has no operation that is attention"),
+        (at_length(model_of(), 0), 0, "the job has no sequence"),
+        (at_length(model_of(), 9), 9, "9 tokens are no multiple of 2, 4 or 8"),
+    ],
+)
+def test_why_no_layout_has_chunks_is_told(model: ModelProfile, tokens: int | None, cause: str) -> None:
+    """Not only that none has, where the job asks for them."""
+    asked = job(8, sequence_chunks=2)
+    if tokens is not None:
+        asked = asked.model_copy(update={"sequence_length": tokens})
+    found = plan(request(model, cluster(4), asked, top=0), model)
+    assert isinstance(found, Infeasible)
+    assert cause in found.reasons[0]
 
 
 WHOLE = model_of(split="context").model_copy(update={"whole_sequences": "attends to later tokens"})
