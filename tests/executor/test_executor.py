@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,7 @@ from planner.spec.recipes import ParameterCount, recipe
 from profiler.models import ModelSource
 from tests.executor.plans import make_plan, source_of
 
-
-@pytest.fixture(autouse=True)
-def _leave_no_group() -> Iterator[None]:
-    """The process group of one test must not reach the next."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("no_group_left")
 
 
 @pytest.fixture

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from planner.errors import DocumentError
@@ -18,15 +16,9 @@ from profiler.count import profile
 from profiler.models import ModelSource, load_model
 from tests.executor.plans import T5, make_plan
 
+pytestmark = pytest.mark.usefixtures("no_group_left")
+
 SOURCE, TARGET = 12, 8
-
-
-@pytest.fixture(autouse=True)
-def _leave_no_group() -> Iterator[None]:
-    """The process group of one test must not reach the next."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _translator(target: int) -> tuple[nn.Module, dict[str, Tensor]]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -23,15 +21,9 @@ from profiler.models import ModelSource, load_model
 from tests.executor.plans import make_plan, source_of
 from tests.torchrun.held_out import HELD_OUT_STEPS, held_out_loss
 
+pytestmark = pytest.mark.usefixtures("no_group_left")
+
 IMAGES: dict[str, Any] = {"sequence_length": 0, "micro_batch_size": 4, "micro_batches": 2}
-
-
-@pytest.fixture(autouse=True)
-def _leave_no_group() -> Iterator[None]:
-    """The process group of one test must not reach the next."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -6,14 +6,12 @@ import json
 import os
 import random
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
-import torch.distributed as dist
 
 from planner.errors import RunError
 from planner.executor import Executor
@@ -26,13 +24,7 @@ from planner.spec import MeasuredRun
 from profiler.models import ModelSource
 from tests.executor.plans import make_plan, source_of
 
-
-@pytest.fixture(autouse=True)
-def _leave_no_group() -> Iterator[None]:
-    """The process group of one test must not reach the next."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("no_group_left")
 
 
 @pytest.fixture

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from planner.executor import Executor
 from planner.executor.reference import train_reference
 from tests.executor.plans import make_plan, source_of
 
-
-@pytest.fixture(autouse=True)
-def _leave_no_group() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("no_group_left")
 
 
 def test_a_parameter_that_is_used_again_later_is_as_in_a_plain_loop(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -30,6 +29,8 @@ from profiler import count
 from profiler.models import ModelSource, load_model
 from tests.executor.plans import CONFIGS, make_plan, source_of
 
+pytestmark = pytest.mark.usefixtures("no_group_left")
+
 ACTIVATIONS: dict[str, Any] = {"activation_offload": True}
 STATES: dict[str, Any] = {"optimizer_offload": True}
 BOTH: dict[str, Any] = {**ACTIVATIONS, **STATES}
@@ -37,14 +38,6 @@ IMAGES: dict[str, Any] = {"sequence_length": 0, "micro_batch_size": 4}
 CPU = torch.device("cpu")
 Trained = tuple[MeasuredRun, dict[str, torch.Tensor]]
 """What happened, and the parameters at the end."""
-
-
-@pytest.fixture(autouse=True)
-def _leave_no_group() -> Iterator[None]:
-    """The process group of a test that failed must not reach the next."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def plan_of(source: ModelSource, *sizes: int, **options: Any) -> Plan:
